@@ -142,6 +142,7 @@ def test_a_script_without_jax(tmp_path: Path):
         (["--", "python", "-c", "1"], "got the option '-c'"),
         (["show", "/nowhere"], "holds no profile"),
         (["-o", __file__, "--", __file__], "expected one that can be written to"),
+        (["--plot", "/nowhere/x.png", "--", __file__], "--plot: the folder of '/nowhere/x.png' is missing"),
         (["show"], "expected one"),
         (["diff", "a"], "expected two"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import shutil
 import tempfile
 import time
 from dataclasses import replace
@@ -62,6 +63,16 @@ def branch(x, n):
     return jax.lax.cond(n > 3, lambda h: h @ h @ h, lambda h: h + 1, x)
 
 
+def equal_work(x, n):
+    return jax.lax.cond(n > 3, lambda h: jnp.sin(h @ h), lambda h: jnp.cos(h @ h), x)
+
+
+def switched(x, kinds):
+    """Of three alternatives with 0, 1 and 2 products, one for each number."""
+    alternatives = [lambda h: h + 1, lambda h: jnp.tanh(h @ h), lambda h: jnp.sin(h @ h) @ h]
+    return jax.lax.scan(lambda h, kind: (jax.lax.switch(kind, alternatives, h), None), x, kinds)[0]
+
+
 def ones(*shape):
     return jnp.ones(shape)
 
@@ -70,6 +81,11 @@ def ones(*shape):
 CASES = {
     "product": (lambda a, b: a @ b, (ones(96, 160), ones(160, 224)), 2 * 96 * 160 * 224),
     "matrix and vector": (lambda a, b: a @ b, (ones(96, 160), ones(160)), 2 * 96 * 160),
+    "complex product": (
+        lambda a: a @ a,
+        (np.full((48, 48), 1 + 1j, np.complex64),),
+        8 * 48**3,
+    ),
     "attention": (attention, (ones(2, 64, 3, 32),), 4 * 2 * 3 * 64 * 64 * 32),
     "scan over layers": (layers, (ones(16, 48), ones(5, 48, 48)), 5 * 2 * 16 * 48 * 48),
     "gradient of it": (
@@ -81,6 +97,28 @@ CASES = {
     "loop with a bound in an argument": (while_loop, (ones(64, 64), 7), 7 * 2 * 64**3),
     "branch taken": (branch, (ones(64, 64), 5), 2 * 2 * 64**3),
     "branch not taken": (branch, (ones(64, 64), 1), 0),
+    "cheaper branch": (
+        lambda x, n: jax.lax.cond(n > 3, lambda h: h @ h @ h, lambda h: h @ h, x),
+        (ones(64, 64), 1),
+        2 * 64**3,
+    ),
+    "one of two branches with the same work": (equal_work, (ones(64, 64), 5), 2 * 64**3),
+    "the other of them": (equal_work, (ones(64, 64), 1), 2 * 64**3),
+    "alternatives in a scan": (
+        switched,
+        (ones(64, 64), np.array([0, 1, 2, 2, 1, 0, 1], np.int32)),
+        7 * 2 * 64**3,
+    ),
+    "a loop that XLA makes one kernel": (
+        lambda x: jax.lax.fori_loop(0, 10, lambda i, h: h + i, x),
+        (ones(4),),
+        0,
+    ),
+    "random numbers": (
+        lambda key: jax.random.normal(key, (100,)),
+        (np.array([0, 7], np.uint32),),
+        0,
+    ),
     "no product": (lambda x: jnp.tanh(x).sum(), (ones(64, 64),), 0),
 }
 
@@ -113,6 +151,38 @@ def test_flops_are_the_closed_form(case: str):
     assert found.communication_seconds == 0
     assert found.tflops == pytest.approx(3 * expected / found.wall_seconds / 1e12)
     assert sum(one.flops for one in found.operations) == found.flops
+
+
+def test_kernels_of_capibara_say_what_they_compute():
+    """Native code, of which XLA knows nothing: as counted from the function (`count_flops`)."""
+    from capibara.measure import count_flops
+    from capibara.ops.attention import flash_attention
+
+    def step(q):
+        return jax.lax.scan(lambda h, _: (flash_attention(h, h, h), None), q, None, length=3)[0]
+
+    q = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 128, 32)), jnp.float32)
+    compiled = jax.jit(step)
+    compiled(q).block_until_ready()
+    profiler = TpuPerformanceProfiler()
+    with profiler.profile_context("kernel"):
+        compiled(q).block_until_ready()
+    assert profiler.profile().flops == count_flops(step, q).total == 3 * 4 * 2 * 4 * 128 * 128 * 32
+    assert "flops" not in profiler.profile().reasons
+
+
+def test_what_a_program_does_not_say_is_a_lower_bound():
+    compiled = jax.jit(lambda x: jnp.linalg.qr(x)[0] @ x)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(64, 64)), jnp.float32)
+    compiled(x).block_until_ready()
+    profiler = TpuPerformanceProfiler()
+    with profiler.profile_context("factored"):
+        compiled(x).block_until_ready()
+    found = profiler.profile()
+    assert found.flops is not None
+    assert found.flops >= 2 * 64**3
+    assert "do not say what they compute" in found.reasons["flops"]
+    assert "at least" in str(found)
 
 
 def test_results_that_are_dropped_are_waited_for():
@@ -227,6 +297,59 @@ def test_memory_peak_is_that_of_a_known_allocation():
     del held
 
 
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux keeps a high-water mark")
+def test_memory_peak_has_what_a_program_needs_for_itself():
+    """Its pages may be those of an earlier run, which the system already counts."""
+    both = jax.jit(lambda x: (x @ x) @ (x @ x).T)
+    x = ones(1448, 1448)
+    analysis = both.lower(x).compile().memory_analysis()
+    assert analysis is not None
+    needed = analysis.temp_size_in_bytes
+    assert needed > 0
+    for _ in range(3):
+        both(x).block_until_ready()
+    profiler = TpuPerformanceProfiler()
+    with profiler.profile_context("temporary"):
+        both(x).block_until_ready()
+    peak = profiler.profile().peak_memory_bytes
+    assert peak is not None
+    assert peak >= x.nbytes + needed
+
+
+SPINNING = r"""
+import ctypes, json, pathlib, subprocess, sys, time, warnings
+warnings.simplefilter("error")
+folder = pathlib.Path(sys.argv[1])
+(folder / "spin.c").write_text(
+    "#include <pthread.h>\n"
+    "static void* spin(void* a) { volatile long x = 0; for (;;) ++x; return a; }\n"
+    "void begin(void) { pthread_t t; pthread_create(&t, 0, spin, 0); }\n"
+)
+subprocess.run(["cc", "-shared", "-fPIC", "-pthread", "-o", folder / "spin.so", folder / "spin.c"], check=True)
+import jax, jax.numpy as jnp
+from capibara.observe.profile import TpuPerformanceProfiler
+from capibara.observe.profile import capture
+capture._RESTLESS = 0.5
+square = jax.jit(lambda x: x @ x)
+x = jnp.ones((64, 64))
+square(x).block_until_ready()
+ctypes.CDLL(str(folder / "spin.so")).begin()
+profiler = TpuPerformanceProfiler()
+with profiler.profile_context("spinning"):
+    square(x).block_until_ready()
+    time.sleep(0.2)
+found = profiler.profile()
+print("RESULT", json.dumps([found.flops, found.wall_seconds]))
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_a_thread_that_never_sleeps_is_not_waited_for(tmp_path: Path):
+    flops, wall = run_apart(SPINNING, str(tmp_path))
+    assert flops == 2 * 64**3
+    assert 0.2 <= wall < 0.5
+
+
 def test_without_a_trace():
     profiler = TpuPerformanceProfiler(
         capture_memory=False, capture_flops=False, capture_communication=False, capture_kernel_details=False
@@ -273,7 +396,7 @@ def test_kept_in_a_folder(tmp_path: Path):
     assert ProfileData.from_file(str(trace)).planes is not None
     programs = trace.parent / "programs"
     (text,) = [path.read_text() for path in programs.iterdir() if "lambda" in path.name]
-    assert sum(about.flops for about in known_program(text).operations.values()) == 2 * 64**3
+    assert sum(about.flops or 0 for about in known_program(text).operations.values()) == 2 * 64**3
 
 
 def test_profiles_do_not_lie_within_one_another():
@@ -312,7 +435,7 @@ def test_names_have_folders_of_their_own(tmp_path: Path):
 def test_a_failure_at_the_end_leaves_no_trace_running(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     profiler = TpuPerformanceProfiler()
 
-    def interrupted() -> float:
+    def interrupted(restless: set[int]) -> float:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), profiler.profile_context("interrupted"):
@@ -378,6 +501,27 @@ def test_a_name_that_is_not_there():
         pass
     with pytest.raises(ProfileError, match="forward"):
         profiler.get_metrics("forwards")
+
+
+def test_a_field_without_a_number_is_not_an_end(tmp_path: Path):
+    if events_module._compiled() is None:
+        pytest.skip("the native library is not built")
+    path = tmp_path / "x.xplane.pb"
+    content = ProfileData.text_proto_to_serialized_xspace(TPU)
+    for odd in (content + bytes(2), bytes(1000)):
+        path.write_bytes(odd)
+        with pytest.raises(ProfileError, match="is not a trace"):
+            read_trace(path, {})
+
+
+def test_an_event_of_a_negative_length(tmp_path: Path):
+    if events_module._compiled() is None:
+        pytest.skip("the native library is not built")
+    path = tmp_path / "x.xplane.pb"
+    text = TPU.replace("duration_ps: 40000", "duration_ps: -5")
+    path.write_bytes(ProfileData.text_proto_to_serialized_xspace(text))
+    with pytest.raises(ProfileError, match="is damaged"):
+        read_trace(path, {})
 
 
 @pytest.mark.usefixtures("reader")
@@ -597,6 +741,9 @@ def test_collectives_on_emulated_devices():
     assert kinds["collective"] == 12
 
 
+ONE = Operation("jit_f", "fusion.1", "compute", "fusion", "jit(f)/dot", "a.py:3", "float32", 4, 0.4, 8, 8)
+
+
 def profile_of(*operations: Operation, wall: float = 1.0) -> Profile:
     return Profile(
         name="x",
@@ -619,8 +766,46 @@ def profile_of(*operations: Operation, wall: float = 1.0) -> Profile:
     )
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"wall_seconds": 0},
+        {"wall_seconds": float("nan")},
+        {"wall_seconds": float("inf")},
+        {"devices": 0},
+        {"devices": 10**400},
+        {"events": -1},
+        {"flops": "many"},
+        {"name": "red \x1b[31m"},
+        {"name": "half \ud800"},
+        {"reasons": {"flops": 3}},
+        {"reasons": []},
+        {"operations": [{**vars(ONE), "kind": "magic"}]},
+        {"operations": [{**vars(ONE), "seconds": float("nan")}]},
+        {"operations": [{"name": "x"}]},
+        {"operations": 3},
+        {"more": 1},
+    ],
+)
+def test_a_profile_with_nonsense_is_refused(change: dict[str, Any]):
+    data = {**json.loads(profile_of(ONE).to_json()), **change}
+    with pytest.raises(ProfileError, match="is not a profile"):
+        Profile.from_json(json.dumps(data))
+
+
+def test_names_that_look_like_formulas_and_no_time_at_all(tmp_path: Path):
+    from capibara.observe.profile.plot import plot_profile, write_page
+
+    odd = replace(ONE, name=r"$\x{$", seconds=0.0)
+    found = Profile.from_json(replace(profile_of(odd), name=r"a $\frac{$ b").to_json())
+    assert "frac" in str(found)
+    plot_profile(found, tmp_path / "a.png")
+    write_page(found, tmp_path / "a.html")
+    assert (tmp_path / "a.png").stat().st_size > 1000
+
+
 def test_the_difference_of_two_profiles():
-    one = Operation("jit_f", "fusion.1", "compute", "fusion", "jit(f)/dot", "a.py:3", "float32", 4, 0.4, 8, 8)
+    one = ONE
     other = replace(one, name="fusion.2", source="a.py:9", seconds=0.2)
     before = profile_of(one, other)
     after = replace(

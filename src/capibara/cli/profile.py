@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -47,6 +48,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("COMMAND: got none, expected 'capibara profile -- python script.py', show or diff")
     if what[0] == "diff":
         return _diff(args)
+    for option, path in (("--plot", args.plot), ("--html", args.html)):
+        # Known before a program runs for hours.
+        if path is not None and not os.access(Path(path).resolve().parent, os.W_OK):
+            raise ConfigError(f"{option}: the folder of {path!r} is missing, or cannot be written to")
     if what[0] == "show":
         if len(what) != 2:
             raise ConfigError(f"show: got {len(what) - 1} folders, expected one, which -o wrote")

@@ -1,8 +1,8 @@
 """Count a function's FLOPs from its jaxpr.
 
-Matrix products (``dot_general``) and convolutions are counted, a multiply-add as 2. Elementwise work is not, as is
-usual for utilisation figures. Loop bodies are multiplied by their trip counts, unlike in a compiler's cost analysis
-(XLA counts the body of a loop once). Nothing runs or is compiled, so shapes may be abstract
+Matrix products (``dot_general``) and convolutions are counted, a multiply-add as 2 (of complex numbers as 8).
+Elementwise work is not, as is usual for utilisation figures. Loop bodies are multiplied by their trip counts, unlike in
+a compiler's cost analysis (XLA counts the body of a loop once). Nothing runs or is compiled, so shapes may be abstract
 (``jax.ShapeDtypeStruct``).
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from capibara.jax_versions import HeldJaxpr
 
-__all__ = ["FlopCount", "ForeignCost", "count_flops", "register_foreign_call"]
+__all__ = ["FlopCount", "ForeignCost", "count_flops", "foreign_flops", "register_foreign_call"]
 
 # (shapes of the arguments, shapes of the results, attributes) → FLOP
 ForeignCost = Callable[[list[tuple[int, ...]], list[tuple[int, ...]], Mapping[str, Any]], int]
@@ -29,6 +29,25 @@ def register_foreign_call(target: str, cost: ForeignCost) -> None:
     ``target`` may also be the name of one of Capibara's own primitives that lowers to such a call.
     """
     _FOREIGN[target] = cost
+
+
+def foreign_flops(
+    target: str,
+    arguments: list[tuple[int, ...]],
+    results: list[tuple[int, ...]],
+    attributes: Mapping[str, Any],
+) -> int | None:
+    """FLOPs of one call of a registered target, from the shapes that it takes and gives.
+
+    None if it was not registered, or these shapes and attributes are not such a call's.
+    """
+    cost = _FOREIGN.get(target)
+    if cost is None:
+        return None
+    try:
+        return int(cost(arguments, results, attributes))
+    except (LookupError, ValueError, TypeError, OverflowError):
+        return None
 
 
 # Primitives that do much arithmetic of another kind than products: named, so that nobody reads their absence
@@ -233,10 +252,19 @@ def _devices_of(params: dict[str, Any]) -> int:
     return math.prod(sizes[axis] for axis in axes)
 
 
+def _multiply_add(equation: Any) -> int:
+    """FLOPs of one: 2, or 8 for complex numbers."""
+    return 8 if equation.outvars[0].aval.dtype.kind == "c" else 2
+
+
 def _dot_flops(equation: Any) -> int:
     (contracting, _), _ = equation.params["dimension_numbers"]
     left = equation.invars[0].aval.shape
-    return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[axis] for axis in contracting)
+    return (
+        _multiply_add(equation)
+        * math.prod(equation.outvars[0].aval.shape)
+        * math.prod(left[axis] for axis in contracting)
+    )
 
 
 def _conv_flops(equation: Any) -> int:
@@ -246,4 +274,5 @@ def _conv_flops(equation: Any) -> int:
     out_features = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
     if not out_features:
         return 0
-    return 2 * math.prod(equation.outvars[0].aval.shape) * (math.prod(kernel) // out_features)
+    numbers = math.prod(equation.outvars[0].aval.shape)
+    return _multiply_add(equation) * numbers * (math.prod(kernel) // out_features)

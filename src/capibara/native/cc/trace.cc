@@ -47,7 +47,12 @@ struct Bytes {
   uint32_t next(uint64_t& value, Bytes& inner) {
     if (at == end) return 0;
     const uint64_t key = varint();
-    if (!fine) return 0;
+    // 0 is no field's number, and would look like the end.
+    if (!fine || key >> 3 == 0 || key >> 32 != 0) {
+      fine = false;
+      at = end;
+      return 0;
+    }
     value = 0;
     uint64_t size = 0;
     switch (key & 7) {
@@ -140,7 +145,7 @@ struct Reader {
   void event(Bytes one, int64_t stamp, bool every, const Meanings& mean,
              const std::unordered_map<uint64_t, std::string_view>& events,
              const std::unordered_map<uint64_t, std::string_view>& stats,
-             std::unordered_map<uint64_t, int32_t>& ids) {
+             std::unordered_map<uint64_t, int32_t>& ids, std::unordered_map<uint64_t, int32_t>& references) {
     uint64_t value, id = 0;
     Bytes inner{}, field{};
     int64_t offset = 0, duration = 0;
@@ -150,20 +155,27 @@ struct Reader {
       if (number == 2) offset = static_cast<int64_t>(value);
       if (number == 3) duration = static_cast<int64_t>(value);
       if (number != 4) continue;
-      uint64_t key = 0, whole = 0;
+      uint64_t key = 0, whole = 0, reference = 0;
       std::string_view text;
       while (const uint32_t part = inner.next(value, field)) {
         if (part == 1) key = value;
         if (part == 3 || part == 4) whole = value;
         if (part == 5) text = field.text();
-        if (part == 7) {
-          const auto place = stats.find(value);
-          if (place != stats.end()) text = place->second;
-        }
+        if (part == 7) reference = value;
       }
       fine = fine && inner.fine;
       if (key == 0) continue;
       if (key == mean.op && !text.empty()) row.op = intern(text);
+      if (key == mean.op && reference != 0) {
+        // Looked up once: a text may be long, and stand in millions of events.
+        const auto known_as = references.find(reference);
+        if (known_as != references.end()) {
+          row.op = known_as->second;
+        } else {
+          const auto place = stats.find(reference);
+          row.op = references[reference] = place == stats.end() ? -1 : intern(place->second);
+        }
+      }
       if (key == mean.program) row.program = static_cast<int64_t>(whole);
       if (key == mean.run || (key == mean.correlation && row.run == 0)) row.run = static_cast<int64_t>(whole);
       if (key == mean.device) row.device = static_cast<int32_t>(whole);
@@ -191,7 +203,7 @@ struct Reader {
     uint64_t value;
     Bytes inner{}, field{}, again = whole;
     std::unordered_map<uint64_t, std::string_view> events, stats;
-    std::unordered_map<uint64_t, int32_t> ids;
+    std::unordered_map<uint64_t, int32_t> ids, references;
     std::string_view name;
     while (const uint32_t number = whole.next(value, inner)) {
       if (number == 2) name = inner.text();
@@ -222,7 +234,7 @@ struct Reader {
       if (line_count < line_capacity) lines[line_count] = line;
       ++line_count;
       while (const uint32_t part = events_of.next(value, field)) {
-        if (part == 4) event(field, stamp, every, mean, events, stats, ids);
+        if (part == 4) event(field, stamp, every, mean, events, stats, ids, references);
       }
     }
   }

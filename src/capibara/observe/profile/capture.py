@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -31,6 +33,8 @@ __all__ = ["Capture", "Captured", "capture", "prepare_folder"]
 
 # A run of a program must have at least this share of the operations that its text lists, or the tracer dropped some.
 _COMPLETE = 0.98
+# Seconds for which a thread must be awake without a break to be taken for one that never sleeps.
+_RESTLESS = 10.0
 _NO_TRACE = "no trace was taken: capture_flops, capture_communication or capture_kernel_details asks for one"
 
 
@@ -73,7 +77,6 @@ def capture(name: str, what: Capture, folder: Path | None = None) -> Iterator[Ca
     Raises:
       ProfileError: another trace is being taken; or the tracer dropped operations.
     """
-
     captured = Captured()
     process = os.getpid()
     if folder is not None:
@@ -83,8 +86,9 @@ def capture(name: str, what: Capture, folder: Path | None = None) -> Iterator[Ca
         if what.traces and place is None:
             place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="capibara-profile-")))
         # A failure of earlier work is that work's, and was or will be said there.
+        restless: set[int] = set()
         with contextlib.suppress(RuntimeError):
-            _settle()
+            _settle(restless)
         memory = _MemoryWatch() if what.memory else None
         held = stack.enter_context(HeldPrograms()) if what.traces else None
         if what.traces:
@@ -94,7 +98,7 @@ def capture(name: str, what: Capture, folder: Path | None = None) -> Iterator[Ca
         try:
             with count_compilations() as counts, _Tracing() as tracing:
                 yield captured
-            wall = _settle() - began
+            wall = _settle(restless) - began
             peak = None if memory is None else memory.end()
             loaded = {} if held is None else held.by_number()
             cost = _event_cost() if what.traces else 0.0
@@ -162,8 +166,10 @@ def _stop(*, quiet: bool) -> None:
             ) from error
 
 
-def _settle() -> float:
+def _settle(restless: set[int]) -> float:
     """Wait until no device is at work; the host's time (``perf_counter``) at which that began.
+
+    ``restless`` are threads that are not waited for; more are added.
 
     Arrays that are held can be waited for. For results that were dropped JAX has no such function: TPUs and GPUs run
     programs in their order, so that one more ends after them; XLA on CPUs does not, but its threads sleep without work.
@@ -177,35 +183,45 @@ def _settle() -> float:
                 array.block_until_ready()
     devices = jax.local_devices()
     if devices[0].platform == "cpu":
-        return _sleeping()
+        return _sleeping(restless)
     jax.block_until_ready([jax.device_put(0, device) + 1 for device in devices])
     return time.perf_counter()
 
 
-def _sleeping(quiet: int = 4, limit: float = 60.0) -> float:
+def _sleeping(restless: set[int], quiet: int = 4) -> float:
     """Wait until threads that are not Python's are seen asleep ``quiet`` times in a row; when they were first.
 
-    XLA's have no names of their own. Other libraries' may work on without an end: after ``limit`` seconds they are
-    left to it, and a trace without the last operations is refused.
+    XLA's have no names of their own. Those that never sleep for ``_RESTLESS`` seconds are other libraries', which spin:
+    they become part of ``restless``, and are not waited for. If one is XLA's after all, its last operations are missing
+    in the trace, and that is refused.
     """
-    own = {thread.native_id for thread in threading.enumerate()}
-    states = [path / "stat" for path in Path("/proc/self/task").glob("*") if int(path.name) not in own]
-    since, seen = time.perf_counter(), 0
-    end = since + limit
-    while states and seen < quiet and time.perf_counter() < end:
-        if any(_text(state).rpartition(")")[2][1:2] in ("R", "D") for state in states):
+    own = {thread.native_id for thread in threading.enumerate()} | restless
+    threads = {int(path.name): path / "stat" for path in Path("/proc/self/task").glob("*")}
+    threads = {number: stat for number, stat in threads.items() if number not in own}
+    began = since = time.perf_counter()
+    seen, always = 0, set(threads)
+    while threads and seen < quiet:
+        awake = {number for number, stat in threads.items() if _awake(stat)}
+        always &= awake
+        if awake:
             since, seen = time.perf_counter(), 0
         else:
             seen += 1
+        if always and time.perf_counter() - began > _RESTLESS:
+            restless |= always
+            threads = {number: stat for number, stat in threads.items() if number not in always}
+            # It was they who were awake all the time: nothing is known of the others yet but what comes.
+            since, seen, always = began, 0, set()
         time.sleep(0.0005)
     return since
 
 
-def _text(path: Path) -> str:
+def _awake(stat: Path) -> bool:
+    """Whether a thread runs or waits for a disk; False for one that has ended."""
     try:
-        return path.read_text()
-    except OSError:  # a thread that has ended
-        return ""
+        return stat.read_text().rpartition(")")[2][1:2] in ("R", "D")
+    except OSError:
+        return False
 
 
 def _event_cost() -> float:
@@ -267,7 +283,9 @@ class _MemoryWatch:
         self.reports = all(one.peak is not None for one in self.before)
         self.reason = ""
         if not self.reports:
-            # A CPU's arrays are the process's memory: the kernel keeps a high-water mark, which can be set back.
+            # A CPU's arrays are the process's memory: the kernel keeps a high-water mark, which can be set back. What
+            # was freed goes back to the system first, or arrays that take its place would not show.
+            _give_back()
             self.live = live_array_bytes()
             try:
                 Path("/proc/self/clear_refs").write_text("5")
@@ -275,13 +293,13 @@ class _MemoryWatch:
                 self.reason = f"the kernel does not reset this process's high-water mark: {error}"
             self.resident = host_memory().in_use
 
-    def end(self) -> tuple[int | None, str]:
-        """Bytes, or None and the reason."""
+    def end(self) -> tuple[int | None, str, int]:
+        """Bytes, or None and the reason; and, on a CPU, bytes of arrays that were there all the time."""
         if not self.reports:
-            peak = host_memory().peak
+            peak, live = host_memory().peak, live_array_bytes()
             if self.reason or peak is None or self.resident is None:
-                return None, self.reason or "the operating system does not report this process's memory"
-            return max(self.live + peak - self.resident, live_array_bytes(), self.live), ""
+                return None, self.reason or "the operating system does not report this process's memory", 0
+            return max(self.live + peak - self.resident, live, self.live), "", min(self.live, live)
         # Allocators keep the highest mark since the process began: it is the region's if it rose in it.
         grown = [
             after.peak
@@ -289,11 +307,18 @@ class _MemoryWatch:
             if after.peak is not None and before.peak is not None and after.peak > before.peak
         ]
         if grown:
-            return max(grown), ""
-        return None, (
+            return max(grown), "", 0
+        reason = (
             "the device's memory peaked before the region, and its allocator keeps only the highest mark: "
             "profile it in a fresh process"
         )
+        return None, reason, 0
+
+
+def _give_back() -> None:
+    """Freed memory goes back to the system, where the C library is glibc."""
+    if sys.platform.startswith("linux") and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)
 
 
 def _result(
@@ -301,7 +326,7 @@ def _result(
     what: Capture,
     wall: float,
     counts: CompilationCounts,
-    memory: tuple[int | None, str] | None,
+    memory: tuple[int | None, str, int] | None,
     folder: Path | None,
     loaded: Mapping[int, list[tuple[Any, int | None]]],
     cost: float,
@@ -310,11 +335,11 @@ def _result(
     import jax
 
     reasons: dict[str, str] = {}
-    peak = None
+    peak, held = None, 0
     if memory is None:
         reasons["peak_memory_bytes"] = "capture_memory=False"
     else:
-        peak, why = memory
+        peak, why, held = memory
         if why:
             reasons["peak_memory_bytes"] = why
     trace, texts = Trace(), {}
@@ -324,6 +349,9 @@ def _result(
         known = _KnownPrograms(loaded, reasons)
         trace, programs, operations = _counted(find_trace(str(folder)), known, reasons)
         texts = known.texts
+    if peak is not None and held:
+        # Where the system hands out the same pages again, at least what a program needs beside the arrays.
+        peak = max(peak, held + max((one.temporary_bytes or 0 for one in programs), default=0))
     ran = bool(trace.events)
     unclear = next((f"{name}: {why}" for name, why in reasons.items() if name.startswith("program ")), "")
     for figure, asked, setting in (
@@ -343,6 +371,8 @@ def _result(
     elif not ran:
         reasons.update(busy_seconds=reasons.get("flops", ""), idle_share=reasons.get("flops", ""))
     device = jax.local_devices()[0]
+    if device.platform == "cpu" and any(one.opcode == "sort" and one.count for one in operations):
+        reasons["busy_seconds"] = "at least: XLA may sort on threads that the trace does not follow"
     chip = detect_chip(device)
     dtype = max(operations, key=lambda one: one.flops).dtype if operations else ""
     counted = what.flops and ran
@@ -445,7 +475,7 @@ def _reads_programs() -> bool:
     )
 
 
-def _work(program: KnownProgram) -> tuple[tuple[str, int, int, int], ...]:
+def _work(program: KnownProgram) -> tuple[tuple[str, int | None, int | None, int], ...]:
     return tuple((name, one.trips, one.flops, one.bytes) for name, one in sorted(program.operations.items()))
 
 
@@ -457,6 +487,7 @@ def _counted(
     for number, name in trace.counts:
         seen[number].add(name)
     programs, operations = [], []
+    silent: dict[str, None] = {}
     for number, runs in trace.runs.items():
         program = known.ran(number, seen[number])
         if program is None:
@@ -470,19 +501,23 @@ def _counted(
         mine = []
         for name, about in program.operations.items():
             count, spent = trace.counts.get((number, name), (0, 0.0))
+            if not count and not about.trips:
+                continue  # a branch that was not taken
+            if count and about.flops is None and "callback" not in about.opcode:
+                silent[about.opcode] = None
             mine.append(
                 Operation(
                     program=program.name,
                     name=name,
                     kind=about.kind,
                     opcode=about.opcode,
-                    path=about.path,
-                    source=about.source,
+                    path=about.op_name,
+                    source=program.sources.get(name, ""),
                     dtype=about.dtype,
-                    count=int(count),
+                    count=count,
                     seconds=spent / 1e9,
-                    flops=about.flops * int(count),
-                    bytes=about.bytes * int(count),
+                    flops=(about.flops or 0) * count,
+                    bytes=about.bytes * count,
                 )
             )
         operations += mine
@@ -496,20 +531,22 @@ def _counted(
                 temporary_bytes=program.temporary_bytes,
             )
         )
+    if silent:
+        reasons["flops"] = f"at least: {', '.join(list(silent)[:5])} do not say what they compute"
     by_time = sorted(operations, key=lambda one: -one.seconds)
     return trace, tuple(sorted(programs, key=lambda one: -one.seconds)), tuple(by_time)
 
 
 def _complete(program: KnownProgram, number: int, runs: int, trace: Trace) -> None:
     """Refuse a trace in which operations are missing: its sums would be wrong without a sign of it."""
-    if program.unknown:
-        return  # loops and branches of which the text does not say how often they are taken
     for name, about in program.operations.items():
+        if about.trips is None:
+            continue
         seen = trace.counts.get((number, name), (0, 0.0))[0]
         expected = about.trips * runs
         if seen < _COMPLETE * expected:
             raise ProfileError(
-                f"the trace is incomplete: {name} of {program.name} ran {expected:,} times, and {seen:,.0f} were "
+                f"the trace is incomplete: {name} of {program.name} ran {expected:,} times, and {seen:,} were "
                 "recorded. Profile fewer steps, and wait for the results within the region "
                 "(jax.block_until_ready(result))"
             )

@@ -24,6 +24,7 @@ __all__ = ["EventTable", "read_events"]
 # jax.profiler's own format; more is not read.
 _MOST_BYTES = 8 * 2**30
 _MOST_ROWS = 100_000_000
+_LONGEST = 10**18  # picoseconds: eleven days
 
 # As in native/cc/trace.cc.
 _ROW = np.dtype(
@@ -70,7 +71,11 @@ def read_events(path: str | Path) -> EventTable:
     size = path.stat().st_size
     if size > _MOST_BYTES:
         raise ProfileError(f"{path} has {size:,} bytes, more than {_MOST_BYTES:,}: profile fewer steps")
-    return _by_profile_data(path) if _compiled() is None else _by_compiled_code(path)
+    table = _by_profile_data(path) if _compiled() is None else _by_compiled_code(path)
+    lengths = table.rows["duration_ps"]
+    if len(lengths) and (lengths.min() < 0 or lengths.max() > _LONGEST):
+        raise ProfileError(f"{path} is damaged: an event has a length that no event can have")
+    return table
 
 
 @cache

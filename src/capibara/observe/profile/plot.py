@@ -45,7 +45,7 @@ def _png(profile: Profile) -> bytes:
     )
     bars.set_yticks(range(len(shown)), [_label(one) for one in shown], fontsize=8)
     bars.set_xlabel("ms on one device, in all")
-    bars.set_title(str(profile).split("\n", 1)[0])
+    bars.set_title(_plain(str(profile).split("\n", 1)[0]))
     products = [one for one in profile.operations if one.flops and one.bytes and one.seconds]
     if products:
         for kind in dict.fromkeys(one.kind for one in products):
@@ -79,7 +79,12 @@ def _png(profile: Profile) -> bytes:
 
 def _label(one: Operation) -> str:
     where = one.source.rpartition("/")[2] or one.path.rpartition("/")[2]
-    return f"{one.name}  {where}"[:60]
+    return _plain(f"{one.name}  {where}"[:60])
+
+
+def _plain(text: str) -> str:
+    """Text that matplotlib does not take for a formula."""
+    return text.replace("$", r"\$")
 
 
 def write_page(profile: Profile, path: str | os.PathLike[str]) -> None:

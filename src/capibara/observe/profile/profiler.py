@@ -77,8 +77,8 @@ class TpuPerformanceProfiler:
           ProfileError: a name that is empty or not text; another trace is being taken; operations are missing in the
             trace.
         """
-        if not isinstance(name, str) or not name.strip():
-            raise ProfileError(f"name: got {name!r}, expected a text such as 'forward_pass'")
+        if not isinstance(name, str) or not name.strip() or not name.isprintable():
+            raise ProfileError(f"name: got {name!r:.100}, expected a text such as 'forward_pass'")
         folder = None
         if self._folder is not None:
             folder = self._folder / _folder_name(name)

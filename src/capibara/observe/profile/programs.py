@@ -14,51 +14,28 @@ from typing import Any
 from capibara.compilation.counting import COMPILED
 from capibara.jax_versions import loaded_programs
 from capibara.plan.errors import PlanError
-from capibara.plan.program import ProgramFacts, read_program
+from capibara.plan.program import OperationFacts, read_operations
 
-__all__ = ["HeldPrograms", "Known", "KnownProgram", "known_program", "module_number"]
+__all__ = ["HeldPrograms", "KnownProgram", "known_program", "module_number"]
 
 _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) function_name_id=\d+ line=(\d+)", re.MULTILINE)
 _FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+)", re.MULTILINE)
 _FILE = re.compile(r'^(\d+) "((?:[^"\\]|\\.)*)"', re.MULTILINE)
 _PLACED = re.compile(r"^\s+(?:ROOT )?%?([^\s%=(]+) = .*?\bstack_frame_id=(\d+)", re.MULTILINE)
-# A TPU calls Python by exchanging arrays with the host, on CPUs and GPUs it is a custom call.
-_HOST_TRANSFER = re.compile(
-    r"^\s+(?:ROOT )?%?([^\s%=(]+) = [^=\n]*? (send|recv|send-done|recv-done)\(.*?\bis_host_transfer=true(.*)$",
-    re.MULTILINE,
-)
-_OP_NAME = re.compile(r'\bop_name="([^"]*)"')
 _OLD_PLACED = re.compile(
     r'^\s+(?:ROOT )?%?([^\s%=(]+) = .*?source_file="([^"]*)".*?source_line=(\d+)', re.MULTILINE
 )
 
 
 @dataclass(frozen=True)
-class Known:
-    """One operation of a program: see :class:`~capibara.observe.profile.result.Operation`.
-
-    ``flops`` and ``bytes`` are of one run, ``trips`` its runs in one execution of the program.
-    """
-
-    kind: str
-    opcode: str
-    path: str
-    source: str
-    dtype: str
-    trips: int
-    flops: int
-    bytes: int
-
-
-@dataclass(frozen=True)
 class KnownProgram:
-    """A program: its text, its operations by name, and what the text did not say."""
+    """A program: its text, what can run in it by name, the source lines of these, and temporary bytes of one run."""
 
     name: str
     text: str
-    operations: dict[str, Known]
+    operations: dict[str, OperationFacts]
+    sources: dict[str, str]
     temporary_bytes: int | None
-    unknown: tuple[str, ...]
 
 
 class HeldPrograms:
@@ -112,41 +89,9 @@ def known_program(text: str, temporary_bytes: int | None = None) -> KnownProgram
     Raises:
       PlanError: it is not one, or unreasonably large.
     """
-    facts: ProgramFacts = read_program(text)
-    sources = _sources(text)
-    found: dict[str, Known] = {}
-    for piece in facts.pieces:
-        kind = "copy" if piece.opcode.startswith("copy") else "compute"
-        found[piece.name] = Known(
-            kind,
-            piece.opcode,
-            piece.op_name,
-            sources.get(piece.name, ""),
-            piece.dtype,
-            piece.trips,
-            piece.flops,
-            piece.hbm_bytes,
-        )
-    for one in facts.collectives:
-        found[one.name] = Known(
-            "collective", one.kind, one.op_name, sources.get(one.name, ""), "", one.trips, 0, one.bytes
-        )
-    for one in facts.kernels:
-        found[one.name] = Known(
-            "kernel",
-            one.target,
-            one.op_name,
-            sources.get(one.name, ""),
-            "",
-            one.trips,
-            one.flops or 0,
-            one.bytes,
-        )
-    for name, opcode, rest in _HOST_TRANSFER.findall(text):
-        path = _OP_NAME.search(rest)
-        # No trips: it is not known whether each of them is in a trace, and what is not there must not refuse it.
-        found[name] = Known("kernel", opcode, path[1] if path else "", sources.get(name, ""), "", 0, 0, 0)
-    return KnownProgram(facts.name, text, found, temporary_bytes, facts.unknown)
+    name = text.split(",", 1)[0].removeprefix("HloModule ").strip()
+    found = {one.name: one for one in read_operations(text)}
+    return KnownProgram(name, text, found, _sources(text), temporary_bytes)
 
 
 def _sources(text: str) -> dict[str, str]:

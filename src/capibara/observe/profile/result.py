@@ -9,7 +9,10 @@ from typing import Any
 
 from capibara.observe.errors import ProfileError
 
-__all__ = ["Operation", "Profile", "ProgramRuns"]
+__all__ = ["KINDS", "Operation", "Profile", "ProgramRuns"]
+
+# Of operations.
+KINDS = ("compute", "kernel", "copy", "collective")
 
 _FORMAT = 1
 _MOST_BYTES = 512 * 2**20
@@ -219,7 +222,7 @@ class Profile:
         whole = sum(one.seconds for one in self.operations)
         if whole:
             lines.append("  share   time       runs     FLOP/s      operation")
-        for one in self.operations[:10]:
+        for one in self.operations[:10] if whole else ():
             rate = f"{one.flops / one.seconds / 1e9:8.1f} G" if one.flops and one.seconds else " " * 10
             where = one.source or one.path
             lines.append(
@@ -237,7 +240,8 @@ class Profile:
             return f"unknown: {self.reasons.get('flops', 'not captured')}"
         share = self.compute_efficiency
         of = "" if share is None else f", {_percent(share)} of what the devices can reach"
-        return f"{self.tflops:.3f} TFLOP/s{of}"
+        least = "at least " if "flops" in self.reasons else ""
+        return f"{least}{self.tflops:.3f} TFLOP/s{of}"
 
     def _memory(self) -> str:
         peak = self._or_reason("peak_memory_bytes", lambda value: f"{value / 1e9:.3f} GB at its peak")
@@ -246,21 +250,38 @@ class Profile:
 
 
 def _checked(cls: Any, data: Any) -> Any:
-    """An object from JSON whose keys and types are those of its class."""
+    """An object from JSON whose keys, types and numbers are such as its class has."""
     made = cls(**data)
     for one in fields(cls):
-        value = getattr(made, one.name)
-        kinds = {
-            "str": str,
-            "int": int,
-            "float": (int, float),
-            "int | None": (int, type(None)),
-            "float | None": (int, float, type(None)),
-            "Mapping[str, str]": dict,
-        }.get(str(one.type))
-        if kinds is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
-            raise TypeError(f"{one.name}: got {value!r}, expected {one.type}")
+        value, kind = getattr(made, one.name), str(one.type)
+        if value is None and kind.endswith("| None"):
+            continue
+        types = {"str": str, "int": int, "float": (int, float), "Mapping[str, str]": dict}.get(
+            kind.removesuffix(" | None")
+        )
+        if types is not None and (not isinstance(value, types) or isinstance(value, bool)):
+            raise TypeError(f"{one.name}: got {value!r:.100}, expected {one.type}")
+        if isinstance(value, int | float) and not 0 <= value < 2**63:
+            raise ValueError(f"{one.name}: got {value!r:.100}, expected a number from 0 on")
+        texts = (
+            [value]
+            if isinstance(value, str)
+            else [*value, *value.values()]
+            if isinstance(value, dict)
+            else []
+        )
+        if not all(isinstance(text, str) and _printable(text) for text in texts):
+            raise ValueError(f"{one.name}: got {value!r:.100}, expected printable text")
+    if isinstance(made, Profile) and not (made.wall_seconds > 0 and made.devices > 0):
+        raise ValueError("wall_seconds and devices: expected more than 0")
+    if isinstance(made, Operation) and made.kind not in KINDS:
+        raise ValueError(f"kind: got {made.kind!r:.100}, expected one of {', '.join(KINDS)}")
     return made
+
+
+def _printable(text: str) -> bool:
+    """Whether a text has no codes for terminals, and can be written as UTF-8."""
+    return all(letter.isprintable() or letter in "\n\t" for letter in text)
 
 
 def _seconds(value: float) -> str:

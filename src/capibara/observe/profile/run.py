@@ -13,6 +13,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+from capibara.jax_versions import backends_started, loaded_programs
 from capibara.observe.errors import ProfileError
 from capibara.observe.profile.capture import Capture, capture
 
@@ -81,7 +82,10 @@ def run_profiled(folder: Path, arguments: list[str]) -> int:
             _leave(code)
     kept.clear()
     if watch.captured is None and code == 0:
-        print(f"{script} ran no compiled program: there is nothing to profile", file=sys.stderr)
+        loaded = backends_started() and bool(loaded_programs())
+        why = "compiled no program, it only loaded some" if loaded else "ran no compiled program"
+        remedy = ": profile it by TpuPerformanceProfiler in the program" if loaded else ""
+        print(f"{script} {why}: there is nothing to profile{remedy}", file=sys.stderr)
         return 1
     return code
 

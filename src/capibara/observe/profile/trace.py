@@ -83,23 +83,23 @@ def read_trace(path: str | Path, operations: Mapping[int, Mapping[str, bool]]) -
     trace.runs = dict(
         zip(programs.tolist(), np.bincount(runs, minlength=len(programs)).tolist(), strict=True)
     )
-    # (program, operation) as one number; what each is: 1 work, 2 a collective, 0 left out
+    # (program, operation) as one number, of those that occur; what each is: 1 work, 2 a collective, 0 left out
     width = len(table.texts) + 1
-    numbers = {text: number for number, text in enumerate(table.texts)}
-    kinds = np.zeros(len(programs) * width, np.int8)
-    for place, program in enumerate(programs.tolist()):
-        for name, collective in operations.get(program, {}).items():
-            if name in numbers:
-                kinds[place * width + numbers[name]] = 2 if collective else 1
-    key = program_of.astype(np.int64) * width + rows["op"]
+    pairs, pair_of = _numbered(program_of.astype(np.int64) * width + rows["op"])
     del program_of
-    kind = kinds[key]
-    times = np.bincount(key, weights=rows["duration_ps"] * (kind > 0), minlength=len(kinds)) / 1000
-    counts = np.bincount(key, minlength=len(kinds))
-    for place in np.flatnonzero((kinds > 0) & (counts > 0)).tolist():
-        program, name = programs[place // width].item(), table.texts[place % width]
-        trace.counts[program, name] = (int(counts[place]), float(times[place]))
-    trace.events = int((kind > 0).sum())
+    names = [(programs[pair // width].item(), table.texts[pair % width]) for pair in pairs.tolist()]
+    kinds = np.zeros(len(pairs), np.int8)
+    for place, (program, name) in enumerate(names):
+        collective = operations.get(program, {}).get(name)
+        kinds[place] = 0 if collective is None else 2 if collective else 1
+    kind = kinds[pair_of]
+    times = np.bincount(pair_of, weights=rows["duration_ps"], minlength=len(pairs)) / 1000
+    counts = np.bincount(pair_of, minlength=len(pairs))
+    trace.counts = {
+        names[place]: (int(counts[place]), float(times[place])) for place in np.flatnonzero(kinds).tolist()
+    }
+    trace.events = int(counts[kinds > 0].sum())
+    del pair_of
     for device in range(len(devices)):
         mine = (device_of == device) & (kind > 0)
         if not mine.any():

@@ -7,14 +7,15 @@ do the work of one layer. Here loop bodies are multiplied by their trip counts. 
 
 from __future__ import annotations
 
-from capibara.plan.program.facts import Collective, Kernel, Piece, ProgramFacts
+from capibara.plan.program.facts import Collective, Kernel, OperationFacts, Piece, ProgramFacts
 from capibara.plan.program.groups import mesh_axes_of
 from capibara.plan.program.overlap import Overlap, OverlapByKind, overlap_by_kind, overlaps
-from capibara.plan.program.reading import read_program
+from capibara.plan.program.reading import read_operations, read_program
 
 __all__ = [
     "Collective",
     "Kernel",
+    "OperationFacts",
     "Overlap",
     "OverlapByKind",
     "Piece",
@@ -22,5 +23,6 @@ __all__ = [
     "mesh_axes_of",
     "overlap_by_kind",
     "overlaps",
+    "read_operations",
     "read_program",
 ]

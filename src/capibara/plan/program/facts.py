@@ -8,7 +8,7 @@ from typing import Any
 
 from capibara.plan.errors import PlanError
 
-__all__ = ["Collective", "Kernel", "Piece", "ProgramFacts"]
+__all__ = ["Collective", "Kernel", "OperationFacts", "Piece", "ProgramFacts"]
 
 _FORMAT = 1
 
@@ -95,6 +95,31 @@ class Kernel:
     op_name: str
     name: str = ""
     cycles: int | None = None
+
+
+@dataclass(frozen=True)
+class OperationFacts:
+    """An operation as a trace of the program names it.
+
+    Attributes:
+      name: the instruction's name.
+      kind: ``"compute"``, ``"copy"``, ``"collective"`` or ``"kernel"``.
+      opcode: what it is; of a kernel, what is called.
+      op_name: the path in the JAX program that it came from.
+      trips: how often it runs in one execution of the program; None where data say (branches, loops).
+      flops: of one run; None if unknown.
+      bytes: moved in one run; of a collective, its array.
+      dtype: element type of the operands of its largest matrix product, or empty.
+    """
+
+    name: str
+    kind: str
+    opcode: str
+    op_name: str
+    trips: int | None
+    flops: int | None
+    bytes: int
+    dtype: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """Floating-point operations of matrix products and convolutions, from shapes alone.
 
-One multiply-add counts two. The TPU's compiler turns every matrix product into a convolution whose windows, dilations
-and paddings arrange batches and heads as spatial dimensions, so most (window, output) pairs of such a convolution fall
-on padding or between the elements of a dilated input and cost nothing. Only pairs that meet a real element are
-counted: per spatial dimension, the outputs ``o`` and taps ``k`` for which ``o·stride + k·dilation − padding`` is an
-element of the input.
+One multiply-add counts two, one of complex numbers eight. The TPU's compiler turns every matrix product into a
+convolution whose windows, dilations and paddings arrange batches and heads as spatial dimensions, so most (window,
+output) pairs of such a convolution fall on padding or between the elements of a dilated input and cost nothing. Only
+pairs that meet a real element are counted: per spatial dimension, the outputs ``o`` and taps ``k`` for which
+``o·stride + k·dilation − padding`` is an element of the input.
 """
 
 from __future__ import annotations
@@ -64,11 +64,12 @@ _WINDOW = re.compile(r"(\w+)=([-\dx_]+)")
 
 def instruction_flops(instruction: Instruction, computation: Computation) -> int:
     """Floating-point operations of a ``dot`` or ``convolution``, 0 for anything else."""
-    if instruction.opcode == "dot":
-        return _dot(instruction, computation)
-    if instruction.opcode == "convolution":
-        return _convolution(instruction, computation)
-    return 0
+    if instruction.opcode not in ("dot", "convolution"):
+        return 0
+    count = _dot if instruction.opcode == "dot" else _convolution
+    # A multiply-add of complex numbers is four of real ones.
+    times = 4 if any(shape.dtype in ("c64", "c128") for shape in instruction.shapes) else 1
+    return times * count(instruction, computation)
 
 
 def operand_shape(instruction: Instruction, computation: Computation, number: int) -> ArrayShape:

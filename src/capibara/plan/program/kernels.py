@@ -5,10 +5,18 @@ from __future__ import annotations
 import math
 import re
 
+from capibara.measure.flops import foreign_flops
 from capibara.plan.program.flops import operand_shape
 from capibara.plan.program.text import Computation, Instruction
 
-__all__ = ["NOTES", "collective_algorithm", "cost_estimate", "custom_call_target", "kernel_name"]
+__all__ = [
+    "NOTES",
+    "collective_algorithm",
+    "cost_estimate",
+    "custom_call_target",
+    "kernel_name",
+    "registered_flops",
+]
 
 # Custom calls that are notes to the compiler or buffers, not work.
 NOTES = {
@@ -32,6 +40,8 @@ NOTES = {
     "annotate_device_placement",
     "xla.sdy.FuncResultSharding",
 }
+# Of a call's typed attributes those that are numbers: "left = 1024 : i64".
+_ATTRIBUTE = re.compile(r"\b(\w+) = (-?\d[\d.]*(?:e[+-]?\d+)?) : ")
 _TARGET = re.compile(r'custom_call_target="((?:[^"\\]|\\.)*)"')
 
 
@@ -65,6 +75,16 @@ def cost_estimate(instruction: Instruction, computation: Computation) -> tuple[i
         if all(d < len(left.dims) for d in dims) and instruction.shapes:
             return 2 * instruction.shapes[0].elements * math.prod(left.dims[d] for d in dims), None
     return None, None
+
+
+def registered_flops(instruction: Instruction, computation: Computation) -> int | None:
+    """FLOPs of a call whose cost was registered with JAX's name of its target; None if none was, or it does not fit."""
+    sources = [computation.by_name.get(name) for name in instruction.operands]
+    arguments = [shape.dims for source in sources if source is not None for shape in source.shapes]
+    text = instruction.tail.partition("backend_config={")[2]
+    attributes = {key: float(number) for key, number in _ATTRIBUTE.findall(text)}
+    results = [shape.dims for shape in instruction.shapes]
+    return foreign_flops(custom_call_target(instruction), arguments, results, attributes)
 
 
 def collective_algorithm(tail: str) -> tuple[str, int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from capibara.plan.errors import PlanError
-from capibara.plan.program.facts import Collective, Kernel, Piece, ProgramFacts
+from capibara.plan.program.facts import Collective, Kernel, OperationFacts, Piece, ProgramFacts
 from capibara.plan.program.flops import instruction_flops, operand_shape
 from capibara.plan.program.fused import COLLECTIVES, DONES, STARTS, Fused, FusedComputations
 from capibara.plan.program.groups import groups_text, parse_groups, parse_pairs
@@ -17,12 +17,13 @@ from capibara.plan.program.kernels import (
     cost_estimate,
     custom_call_target,
     kernel_name,
+    registered_flops,
 )
 from capibara.plan.program.loops import Look, Loop
 from capibara.plan.program.text import Computation, Instruction, Module, parse_module
 from capibara.plan.program.traffic import moved_bytes
 
-__all__ = ["read_program"]
+__all__ = ["read_operations", "read_program"]
 
 _FREE = {
     "parameter",
@@ -39,6 +40,8 @@ _FREE = {
     "domain",
     "get-dimension-size",
 }
+# XLA compiles a small loop on a CPU into one kernel: the call is all that runs under a name.
+_ONE_KERNEL = 'xla_cpu_small_call="true"'
 _DEPTH = 64
 _MOST_EVENTS = 1_000_000
 _MOST_TRIPS = 10**15
@@ -83,6 +86,21 @@ def read_program(text: str) -> ProgramFacts:
     )
 
 
+def read_operations(text: str) -> tuple[OperationFacts, ...]:
+    """Read which operations of a compiled program can run, all branches included, under the names that a trace has.
+
+    Args:
+      text: as in :func:`read_program`.
+
+    Raises:
+      PlanError: it is not the text of an HLO program, or unreasonably large.
+    """
+    module = parse_module(text)
+    walk = _Walk(module, FusedComputations(module), as_run=True)
+    walk.computation(module.entry, 1, None, 0)
+    return tuple(walk.found.values())
+
+
 @dataclass
 class _Walk:
     module: Module
@@ -95,6 +113,9 @@ class _Walk:
     loop_steps: list[int] = field(default_factory=lambda: [3_000_000])
     members: list[int] = field(default_factory=lambda: [_MOST_MEMBERS])
     work: list[int] = field(default_factory=lambda: [0, 0, 0])  # cycles, FLOPs, bytes × trips
+    as_run: bool = False  # every branch, and as one what runs as one
+    unsure: int = 0  # branches, and loops of unknown length, that the walk is in
+    found: dict[str, OperationFacts] = field(default_factory=dict)
     _groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
     def spend(self, steps: int = 1) -> None:
@@ -106,6 +127,36 @@ class _Walk:
     def note(self, words: str) -> None:
         if len(self.unknown) < 1000:
             self.unknown[words] = None
+
+    def add(
+        self,
+        instruction: Instruction,
+        kind: str,
+        opcode: str,
+        trips: int,
+        flops: int | None,
+        moved: int,
+        dtype: str = "",
+    ) -> None:
+        """Note an operation under the name that it has in a trace. A computation may be called in several places."""
+        before = self.found.get(instruction.name)
+        sure = None if self.unsure or (before and before.trips is None) else trips
+        if before is not None and sure is not None and before.trips is not None:
+            sure += before.trips
+        self.found[instruction.name] = OperationFacts(
+            instruction.name, kind, opcode, instruction.op_name, sure, flops, moved, dtype
+        )
+
+    def apart(self) -> _Walk:
+        """A walk of its own over a part of the same program, that spends of the same limits."""
+        return _Walk(
+            self.module,
+            self.fused,
+            left=self.left,
+            loop_steps=self.loop_steps,
+            members=self.members,
+            _groups=self._groups,
+        )
 
     def computation(
         self, computation: Computation, trips: int, outer: Look | None, depth: int
@@ -170,6 +221,8 @@ class _Line:
             self.loop(instruction)
         elif opcode == "conditional":
             self.conditional(instruction)
+        elif opcode == "call" and self.walk.as_run and _ONE_KERNEL in instruction.head:
+            self.one_kernel(instruction)
         elif opcode == "call":
             called = instruction.called()
             self.inline(instruction, called.get("to_apply", []) or called.get("calls", []))
@@ -187,6 +240,11 @@ class _Line:
             self.exchange(instruction, instruction, self.computation, opcode)
         elif opcode in ("send", "recv", "send-done", "recv-done"):
             self.walk.note(f"{opcode} {instruction.name}: transfers by send and recv are not counted")
+            if "is_host_transfer=true" in instruction.head:
+                # How a TPU calls Python. Whether a trace has each of them is not known: none must be missed in it.
+                self.walk.unsure += 1
+                self.walk.add(instruction, "kernel", opcode, self.trips, 0, 0)
+                self.walk.unsure -= 1
         elif opcode in ("infeed", "outfeed"):
             self.walk.note(f"{opcode} {instruction.name}: the host's feed is not counted")
         elif opcode.endswith("-start"):
@@ -209,6 +267,7 @@ class _Line:
     def loop(self, instruction: Instruction) -> None:
         loop = Loop(instruction, self.computation, self.walk.module, self.outer, self.walk.loop_steps)
         turns = loop.trips()
+        unsure = turns is None
         if turns is None:
             self.walk.note(
                 f"the loop {instruction.name} ({instruction.op_name or 'of no stated origin'}) runs as often as its "
@@ -219,7 +278,9 @@ class _Line:
             return
         if self.trips * turns > _MOST_TRIPS:
             raise PlanError(f"the loop {instruction.name} runs {self.trips * turns:.3g} times, beyond reason")
+        self.walk.unsure += unsure
         events, cycles = self.walk.computation(loop.body, self.trips * turns, loop.constant, self.depth + 1)
+        self.walk.unsure -= unsure
         self.cycles += cycles * turns
         if events:
             self.walk.spend()
@@ -239,16 +300,14 @@ class _Line:
         names = [name for names in called.values() for name in names if name in self.walk.module.computations]
         if not names:
             return
+        if self.walk.as_run:
+            self.walk.unsure += 1
+            self.inline(instruction, names)
+            self.walk.unsure -= 1
+            return
         tried = []
         for name in names:
-            branch = _Walk(
-                self.walk.module,
-                self.walk.fused,
-                left=self.walk.left,
-                loop_steps=self.walk.loop_steps,
-                members=self.walk.members,
-                _groups=self.walk._groups,
-            )
+            branch = self.walk.apart()
             branch.computation(self.walk.module.computations[name], 1, None, self.depth + 1)
             tried.append((tuple(branch.work), name))
         if len({work for work, _ in tried}) > 1:
@@ -257,6 +316,19 @@ class _Line:
                 "the branch with the most work always ran"
             )
         self.inline(instruction, [max(tried)[1]])
+
+    def one_kernel(self, instruction: Instruction) -> None:
+        """A call that runs as one operation: what it does is that of all in it."""
+        name = (instruction.called().get("to_apply") or [""])[0]
+        called = self.walk.module.computations.get(name)
+        if called is None:
+            return
+        inside = self.walk.apart()
+        inside.computation(called, 1, None, self.depth + 1)
+        # Loops as long as their data say: their work is not known, unless there is none to count.
+        flops = None if inside.unknown and inside.work[1] else inside.work[1]
+        dtype = max(inside.pieces, key=lambda piece: piece.flops).dtype if inside.pieces else ""
+        self.walk.add(instruction, "compute", "call", self.trips, flops, inside.work[2], dtype)
 
     def async_start(self, instruction: Instruction) -> None:
         """A wrapped operation: ``async-start``, or ``call-start`` on a core of its own for exchanges (TPU7x)."""
@@ -307,6 +379,8 @@ class _Line:
             )
         )
         index = len(self.walk.collectives) - 1
+        made = self.walk.collectives[index]
+        self.walk.add(outside, "collective", made.kind, self.trips, 0, made.bytes)
         self.event("start" if begun else "collective", index)
         return index
 
@@ -375,6 +449,10 @@ class _Line:
                 dtype=dtype,
             )
         )
+        copies = instruction.opcode.startswith("copy")
+        self.walk.add(
+            instruction, "copy" if copies else "compute", instruction.opcode, self.trips, flops, moved, dtype
+        )
         self.cycles += cycles or 0
         self.walk.work[0] += (cycles or 0) * self.trips
         self.walk.work[1] += flops * self.trips
@@ -387,6 +465,11 @@ class _Line:
             "reduce",
             "sort",
         ):
+            if self.walk.as_run:
+                # Whether one has a place of its own in a trace depends on the platform.
+                self.walk.unsure += 1
+                self.walk.add(instruction, "compute", instruction.opcode, self.trips, 0, 0)
+                self.walk.unsure -= 1
             return
         self.event("piece", self.piece(instruction))
 
@@ -396,6 +479,14 @@ class _Line:
             return
         moved, _ = moved_bytes(instruction, self.computation, self.walk.module)
         flops, stated = cost_estimate(instruction, self.computation)
+        self.walk.add(
+            instruction,
+            "kernel",
+            target,
+            self.trips,
+            registered_flops(instruction, self.computation) if flops is None else flops,
+            moved if stated is None else stated,
+        )
         if flops is None:
             self.walk.note(
                 f"the kernel {kernel_name(instruction)} ({target}) states no operations: not in the FLOPs"
