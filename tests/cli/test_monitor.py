@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from capibara.cli import main, monitor
+from capibara.observe.accelerators import DeviceReading
 from capibara.observe.monitor import MonitorError, sources
-from capibara.observe.monitor.devices import DeviceReading
 
 
 def call(*arguments: str) -> int:

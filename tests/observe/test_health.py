@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
+import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import jax
@@ -524,6 +524,7 @@ def test_expected_gpus_and_cpus(tmp_path: Path) -> None:
 
 FOR_TPU = """
 import json
+import sys
 import jax, jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
@@ -626,12 +627,43 @@ def test_temperature_of_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ModuleNotFoundError" in read_temperatures(tpus)[0].reason
 
 
-def test_temperature_of_a_gpu_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> Any:
-        raise OSError(name)
+class FakeNvml(ModuleType):
+    """Two GPUs as ``pynvml`` has them: the second has no bound, and its sensor fails if asked so."""
 
-    monkeypatch.setattr(ctypes, "CDLL", missing)
+    def __init__(self, celsius: dict[int, float], bounds: dict[int, float]) -> None:
+        super().__init__("pynvml")
+        self.celsius, self.bounds = celsius, bounds
+
+    def nvmlInit(self) -> None:
+        pass
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> float:
+        assert sensor == 0
+        return self.celsius[handle]
+
+    def nvmlDeviceGetTemperatureThreshold(self, handle: int, bound: int) -> float:
+        assert bound == 1
+        return self.bounds[handle]
+
+
+def test_temperature_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [SimpleNamespace(id=n, platform="gpu", device_kind="NVIDIA H100 80GB HBM3") for n in range(3)]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({0: 84.0, 1: 91.0}, {0: 87.0}))
+    first, second, third = read_temperatures(gpus).values()
+    assert (first.normal, first.celsius, first.limit) == (True, 84.0, 87.0)
+    assert (second.normal, second.celsius, second.limit) == (False, 91.0, 90.0)  # no bound of its own
+    assert (third.normal, third.reason) == (None, "KeyError: 2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert read_temperatures(gpus[:1])[0].celsius == 91.0
+
+
+def test_temperature_of_a_gpu_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
     gpu = SimpleNamespace(id=0, platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
-    assert "libnvidia-ml.so.1" in read_temperatures([gpu])[0].reason
+    assert "pip install nvidia-ml-py" in read_temperatures([gpu])[0].reason
     other = SimpleNamespace(id=1, platform="gpu", device_kind="Radeon")
     assert read_temperatures([other])[1].normal is None

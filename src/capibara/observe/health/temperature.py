@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from capibara.observe.accelerators import Nvml, said
 from capibara.observe.health.results import Temperature
 
 __all__ = ["ReadTemperatures", "read_temperatures"]
@@ -129,31 +128,18 @@ def _nvidia(devices: Sequence[Any]) -> dict[int, Temperature]:
     if any("nvidia" not in device.device_kind.lower() for device in devices):
         return unknown(f"no source of temperatures for {devices[0].device_kind}")
     try:
-        library = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return unknown("NVIDIA's management library (libnvidia-ml.so.1) is not installed")
-    if library.nvmlInit_v2():
-        return unknown("NVIDIA's management library cannot be started")
+        nvml = Nvml()
+    except ImportError as error:
+        return unknown(f"{error}: pip install nvidia-ml-py")
+    except Exception as error:  # NVMLError: no driver
+        return unknown(said(error))
+    return {device.id: _nvidia_one(nvml, device) for device in devices}
+
+
+def _nvidia_one(nvml: Nvml, device: Any) -> Temperature:
     try:
-        return {device.id: _nvidia_one(library, device) for device in devices}
-    finally:
-        library.nvmlShutdown()
-
-
-def _nvidia_one(library: Any, device: Any) -> Temperature:
-    handle = ctypes.c_void_p()
-    number = getattr(device, "local_hardware_id", None)
-    index = device.id if number is None else number
-    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    name = names[index] if index < len(names) else str(index)
-    if name.isdecimal():
-        failed = library.nvmlDeviceGetHandleByIndex_v2(int(name), ctypes.byref(handle))
-    else:
-        failed = library.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle))
-    celsius, limit = ctypes.c_uint(), ctypes.c_uint()
-    if failed or library.nvmlDeviceGetTemperature(handle, 0, ctypes.byref(celsius)):
-        return Temperature(None, reason=f"NVML does not report the temperature of GPU {name}")
-    # 1: the threshold at which the GPU slows down.
-    known = not library.nvmlDeviceGetTemperatureThreshold(handle, 1, ctypes.byref(limit)) and limit.value > 0
-    most = float(limit.value) if known else _GPU_LIMIT
-    return Temperature(celsius.value < most, float(celsius.value), most, f"NVML, GPU {name}")
+        celsius, slows = nvml.temperature(device)
+    except Exception as error:  # NVMLError, and others in other versions
+        return Temperature(None, reason=said(error))
+    most = slows or _GPU_LIMIT
+    return Temperature(celsius < most, celsius, most, f"NVML, {device}")

@@ -19,8 +19,7 @@ from capibara.hardware.telemetry import (
     live_array_bytes,
 )
 from capibara.jax_versions import backends_started
-from capibara.observe.health.temperature import read_temperatures
-from capibara.observe.monitor.devices import (
+from capibara.observe.accelerators import (
     DeviceReading,
     Nvml,
     accelerators_present,
@@ -28,6 +27,7 @@ from capibara.observe.monitor.devices import (
     said,
     tpu_values,
 )
+from capibara.observe.health.temperature import read_temperatures
 
 __all__ = ["METRICS", "PROCESS_METRICS", "MachineSource", "Reading", "Source"]
 

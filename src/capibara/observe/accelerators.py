@@ -109,6 +109,16 @@ class Nvml:
         """Share of the time in which a GPU of JAX's worked; 0 to 1."""
         return self._busy(self._handle(device))
 
+    def temperature(self, device: Any) -> tuple[float, float | None]:
+        """°C of a GPU of JAX's, and from which it slows down (None if the library does not say)."""
+        handle = self._handle(device)
+        celsius = float(self._library.nvmlDeviceGetTemperature(handle, 0))
+        try:
+            slows = float(self._library.nvmlDeviceGetTemperatureThreshold(handle, 1))
+        except Exception:  # NVMLError: not every GPU has such a bound
+            slows = 0.0
+        return celsius, slows or None
+
     def _handle(self, device: Any) -> Any:
         """JAX counts the GPUs that it is allowed to see, NVML those of the machine."""
         number = getattr(device, "local_hardware_id", None)
