@@ -35,6 +35,7 @@ __all__ = [
     "require_supported_jax",
     "required_libtpu",
     "scan_counts",
+    "stop_profile",
     "trace_context",
     "varying_axes",
     "version_problem",
@@ -340,3 +341,23 @@ def backends_started() -> bool:
         return bool(xla_bridge.backends_are_initialized())
     except (ImportError, AttributeError):
         return False
+
+
+def stop_profile() -> None:
+    """``jax.profiler.stop_trace``; a trace that could not be written is over, too.
+
+    Up to JAX 0.11 its session stays, and no other one can begin. JAX has no public function that drops it.
+
+    Raises:
+      RuntimeError: the trace cannot be written, or none is being taken.
+    """
+    import jax
+
+    try:
+        jax.profiler.stop_trace()
+    except jax.errors.JaxRuntimeError:
+        with contextlib.suppress(ImportError, AttributeError):
+            from jax._src import profiler
+
+            profiler._profile_state.reset()
+        raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import shutil
 
 import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
@@ -276,6 +277,17 @@ def test_a_trace_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(TPUError, match="trace_dir"):
         TPUConfig().profile_tpu_usage(trace_dir=tmp_path / "file" / "trace")
+
+    def gone() -> None:
+        shutil.rmtree(tmp_path / "trace")
+        (tmp_path / "trace").write_text("")
+
+    with pytest.raises(TPUError, match="trace_dir"):
+        TPUConfig().profile_tpu_usage(trace_dir=tmp_path / "trace", workload=gone)
+    with pytest.raises(ZeroDivisionError):
+        TPUConfig().profile_tpu_usage(trace_dir=tmp_path / "broken", workload=lambda: 1 // 0)
+    with jax.profiler.trace(str(tmp_path / "next")):  # none of them is still being taken
+        pass
 
 
 def test_a_failing_workload_is_not_hidden():

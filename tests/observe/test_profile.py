@@ -441,8 +441,12 @@ def test_a_failure_at_the_end_leaves_no_trace_running(monkeypatch: pytest.Monkey
     with pytest.raises(KeyboardInterrupt), profiler.profile_context("interrupted"):
         monkeypatch.setattr(capture_module, "_settle", interrupted)
     monkeypatch.undo()
-    with pytest.raises(ProfileError, match="end no trace"), profiler.profile_context("ended"):
+    with pytest.raises(ProfileError, match="End no trace"), profiler.profile_context("ended"):
         jax.profiler.stop_trace()
+    kept = TpuPerformanceProfiler(trace_dir=tmp_path / "kept")
+    with pytest.raises(ProfileError, match="could not be written"), kept.profile_context("x"):
+        shutil.rmtree(tmp_path / "kept")
+        (tmp_path / "kept").touch()
     (tmp_path / "file").touch()
     broken = TpuPerformanceProfiler(trace_dir=tmp_path / "file")
     with (

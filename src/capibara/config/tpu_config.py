@@ -9,15 +9,18 @@ JAX is imported only by the methods that need it.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from capibara.errors import CapibaraError, ConfigError, did_you_mean
 from capibara.hardware.topology import TopologyError, parse_topology
+from capibara.jax_versions import stop_profile
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
@@ -300,13 +303,8 @@ class TPUConfig:
         if trace_dir is None:
             seconds = run()
         else:
-            try:
-                with jax.profiler.trace(os.fspath(trace_dir)):
-                    seconds = run()
-            except (OSError, RuntimeError) as error:
-                raise TPUError(
-                    f"trace_dir: cannot write a trace to {os.fspath(trace_dir)!r}: {error}"
-                ) from error
+            with self._tracing(os.fspath(trace_dir)):
+                seconds = run()
         after = cpu_times()
 
         reported = device_memory(devices)
@@ -337,6 +335,30 @@ class TPUConfig:
             "trace_dir": None if trace_dir is None else os.fspath(trace_dir),
             "notes": notes,
         }
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _tracing(folder: str) -> Iterator[None]:
+        import jax
+
+        message = f"trace_dir: cannot write a trace to {folder!r}"
+        try:
+            os.makedirs(folder, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+            jax.profiler.start_trace(folder)
+        except (OSError, RuntimeError) as error:
+            raise TPUError(f"{message}: {error}") from error
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                stop_profile()
+            raise
+        try:
+            stop_profile()
+        except RuntimeError as error:
+            raise TPUError(f"{message}: {error}") from error
 
     def describe(self) -> str:
         """The slice in a few lines."""

@@ -23,6 +23,7 @@ from capibara.errors import CapibaraError
 from capibara.files import read_bounded, replace_file
 from capibara.hardware import Chip, detect_chip
 from capibara.hardware.telemetry import device_memory, host_memory, live_array_bytes
+from capibara.jax_versions import stop_profile
 from capibara.measure import copy_bandwidth, machine_description, matmul_rate
 from capibara.observe.errors import ProfileError
 from capibara.observe.profile.programs import HeldPrograms, KnownProgram, known_program
@@ -155,14 +156,13 @@ def _start(folder: Path) -> None:
 
 def _stop(*, quiet: bool) -> None:
     """End the trace; ``quiet`` after a failure of the region, which is what the user is told."""
-    import jax
-
     try:
-        jax.profiler.stop_trace()
+        stop_profile()
     except RuntimeError as error:
         if not quiet:
             raise ProfileError(
-                f"the trace could not be ended ({error}): end no trace of jax.profiler within the region"
+                f"the trace could not be written ({error}): is there room on the disk? End no trace of jax.profiler "
+                "within the region"
             ) from error
 
 
