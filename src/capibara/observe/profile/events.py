@@ -33,10 +33,12 @@ _ROW = np.dtype(
         ("duration_ps", "i8"),
         ("program", "i8"),
         ("run", "i8"),
+        ("flow", "i8"),
         ("line", "i4"),
         ("name", "i4"),
         ("op", "i4"),
-        ("device", "i4"),
+        ("device", "i2"),
+        ("ends", "i2"),
     ]
 )
 
@@ -47,7 +49,9 @@ class EventTable:
 
     Attributes:
       rows: ``start_ps`` (after an arbitrary point), ``duration_ps``, ``program`` (XLA's number of the module; -1: not
-        said), ``run``, ``line``, ``name``, ``op`` (a text, -1: not said), ``device`` (of a CPU).
+        said), ``run``, ``line``, ``name``, ``op`` (a text, -1: not said), ``device`` (of a CPU), and ``ends``: 1 if
+        the row is the mark of the end of another one, behind its span, as XLA on CPUs sets them. Both have the same
+        ``flow``.
       texts: that ``name`` and ``op`` are numbers of.
       lines: (plane, line) names.
     """
@@ -133,21 +137,32 @@ def _by_profile_data(path: Path) -> EventTable:
             every = plane.name.startswith("/device:TPU:")
             for line in plane.lines:
                 lines.append((plane.name, line.name))
+                flow_before, end_before = 0, 0
                 for event in line.events:
                     stats = dict(event.stats)
-                    if not every and "hlo_op" not in stats:
-                        continue
+                    start, duration = round(event.start_ns * 1000), round(event.duration_ns * 1000)
+                    flow = int(stats.get("_c", stats.get("_p", 0)))
                     op = stats.get("hlo_op")
+                    ends = op is None and not every
+                    if ends:
+                        op = event.name[5:] if event.name.startswith("end: ") else ""
+                        # Most stand within the operation's span, and say nothing new.
+                        if not op or not flow or (flow == flow_before and start <= end_before):
+                            continue
+                    else:
+                        flow_before, end_before = flow, start + duration
                     rows.append(
                         (
-                            round(event.start_ns * 1000),
-                            round(event.duration_ns * 1000),
+                            start,
+                            duration,
                             int(stats.get("program_id", -1)),
                             int(stats.get("run_id", stats.get("correlation_id", 0))),
+                            flow,
                             len(lines) - 1,
                             numbers.setdefault(event.name, len(numbers)),
                             -1 if op is None else numbers.setdefault(str(op), len(numbers)),
                             int(stats.get("device_ordinal", 0)),
+                            int(ends),
                         )
                     )
     return EventTable(np.array(rows, _ROW), list(numbers), lines)

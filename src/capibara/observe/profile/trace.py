@@ -134,12 +134,12 @@ def covered(starts: np.ndarray, lengths: np.ndarray) -> int:
 
 def _placed(table: EventTable) -> np.ndarray:
     """Events of operations, each with its program, and devices numbered apart from one another."""
-    rows = table.rows
+    rows = _ended(table.rows)
     if not len(rows):
         return rows
     planes = {plane: number for number, plane in enumerate(dict.fromkeys(plane for plane, _ in table.lines))}
     plane_of = np.array([planes[plane] for plane, _ in table.lines], np.int32)[rows["line"]]
-    rows["device"] += plane_of * 100_000
+    rows["device"] = _numbered(plane_of * 100_000 + rows["device"])[1]
     tpu = np.array([plane.startswith("/device:TPU:") for plane, _ in table.lines])[rows["line"]]
     said = ~tpu & (rows["op"] >= 0) & (rows["program"] >= 0)
     if said.all():
@@ -153,6 +153,45 @@ def _placed(table: EventTable) -> np.ndarray:
             for plane in np.unique(plane_of[tpu])
         ]
     return np.concatenate(kept)
+
+
+def _ended(rows: np.ndarray) -> np.ndarray:
+    """Rows of operations alone, each as long as it took.
+
+    XLA on CPUs gives large operations to a pool of threads, and the span ends when they are given away: a mark on
+    another thread has the end. Where a thread of the pool has a span of its own for it, that is part of the same.
+    """
+    marks = rows["ends"] != 0
+    if not marks.any():
+        return rows
+    ends, rows = rows[marks], rows[~marks]
+    ends = ends[np.argsort(ends["flow"], kind="stable")]
+    at = np.minimum(np.searchsorted(ends["flow"], rows["flow"]), len(ends) - 1)
+    found = (ends["flow"][at] == rows["flow"]) & (ends["op"][at] == rows["op"])
+    longer = ends["start_ps"][at] - rows["start_ps"]
+    rows["duration_ps"] = np.where(found, np.maximum(rows["duration_ps"], longer), rows["duration_ps"])
+    handed = np.isin(rows["op"], np.unique(ends["op"]))
+    return np.concatenate([rows[~handed], _merged(rows[handed])])
+
+
+def _merged(rows: np.ndarray) -> np.ndarray:
+    """Rows of one run of one operation that lie within or over one another, as one."""
+    keys = ("run", "op", "program", "device")
+    rows = rows[np.lexsort([rows[name] for name in ("start_ps", *keys)])]
+    while len(rows) > 1:
+        until = rows["start_ps"] + rows["duration_ps"]
+        over = rows["start_ps"][1:] < until[:-1]
+        for name in keys:
+            over &= rows[name][1:] == rows[name][:-1]
+        # Of a chain, every second one at a time: it is halved.
+        place = np.arange(len(over))
+        begins = np.maximum.accumulate(np.where(over & ~np.append(False, over[:-1]), place, 0))
+        first = np.flatnonzero(over & ((place - begins) % 2 == 0))
+        if not len(first):
+            break
+        rows["duration_ps"][first] = np.maximum(until[first], until[first + 1]) - rows["start_ps"][first]
+        rows = np.delete(rows, first + 1)
+    return rows
 
 
 def _short_names(table: EventTable) -> np.ndarray:
