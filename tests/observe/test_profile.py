@@ -843,15 +843,16 @@ def test_the_difference_of_two_profiles():
 )
 def test_operations_end_where_their_marks_stand(some: list[tuple[int, int, int, int, int | None]]):
     """Against intervals, united one by one."""
-    rows = np.zeros(len(some) + sum(later is not None for *_, later in some), events_module._ROW)
-    at = len(some)
-    marked = {op for op, *_, later in some if later is not None}
+    rows = np.zeros(len(some), events_module._ROW)
+    marks = []
+    longer = [(op, run) for op, run, _, span, later in some if (later or 0) > span]
+    marked = {(op, run) for op, _ in longer for _, run in longer}
     for place, (op, run, begins, span, later) in enumerate(some):
-        rows[place] = (begins, span, 7, run, place + 1, 0, 0, op, 0, 0)
+        rows[place] = (begins, span, 7, run, place + 1, 0, 0, op, 0)
         if later is not None:
-            rows[at] = (begins + later, 0, -1, 0, place + 1, 0, 0, op, 0, 1)
-            at += 1
-    found = trace_module._ended(rows)
+            marks.append((begins + later, place + 1, op))
+    trace_module._end(rows, np.array(marks, events_module._MARK), step=4)
+    found = rows[rows["program"] == 7]
     for op in range(3):
         for run in range(4):
             expected = sorted(
@@ -861,7 +862,7 @@ def test_operations_end_where_their_marks_stand(some: list[tuple[int, int, int, 
             )
             united: list[tuple[int, int]] = []
             for begins, ends in expected:
-                if op in marked and united and begins < united[-1][1]:
+                if (op, run) in marked and united and begins < united[-1][1]:
                     united[-1] = (united[-1][0], max(united[-1][1], ends))
                 else:
                     united.append((begins, ends))

@@ -17,8 +17,11 @@ struct Row {
   int32_t line;
   int32_t name;
   int32_t op;  // -1: not said
-  int16_t device;
-  int16_t ends;  // 1: the mark of an operation's end, which is behind its span
+  int32_t device;
+};
+// The end of an operation that goes on behind its span, on CPUs.
+struct Mark {
+  int64_t end_ps, flow, op;
 };
 struct Piece {
   int64_t offset, size;
@@ -94,9 +97,11 @@ struct Reader {
   int64_t piece_capacity;
   Line* lines;
   int64_t line_capacity;
+  Mark* marks;
+  int64_t mark_capacity;
 
   bool fine = true;
-  int64_t count = 0, line_count = 0, base = INT64_MAX;
+  int64_t count = 0, line_count = 0, mark_count = 0, base = INT64_MAX;
   std::unordered_map<std::string_view, int32_t> known;
 
   int32_t intern(std::string_view text) {
@@ -168,7 +173,7 @@ struct Reader {
     uint64_t value, id = 0;
     Bytes inner{}, field{};
     int64_t offset = 0, duration = 0;
-    Row row{0, 0, -1, 0, 0, static_cast<int32_t>(line_count - 1), -1, -1, 0, 0};
+    Row row{0, 0, -1, 0, 0, static_cast<int32_t>(line_count - 1), -1, -1, 0};
     while (const uint32_t number = one.next(value, inner)) {
       if (number == 1) id = value;
       if (number == 2) offset = static_cast<int64_t>(value);
@@ -198,7 +203,7 @@ struct Reader {
       if (key == mean.program) row.program = static_cast<int64_t>(whole);
       if (key == mean.run || (key == mean.correlation && row.run == 0)) row.run = static_cast<int64_t>(whole);
       if (key == mean.begins || key == mean.ends) row.flow = static_cast<int64_t>(whole);
-      if (key == mean.device) row.device = static_cast<int16_t>(whole);
+      if (key == mean.device) row.device = static_cast<int32_t>(whole);
     }
     fine = fine && one.fine;
     // Unsigned: what is nonsense wraps, and is not undefined.
@@ -209,11 +214,11 @@ struct Reader {
       row.op = end_of(id, events, ends);
       // Most stand within the operation's span, and say nothing new.
       if (row.op < 0 || row.flow == 0 || (row.flow == last.flow && row.start_ps <= last.end_ps)) return;
-      row.ends = 1;
-    } else {
-      last = {row.flow,
-              static_cast<int64_t>(static_cast<uint64_t>(row.start_ps) + static_cast<uint64_t>(duration))};
+      if (mark_count < mark_capacity) marks[mark_count] = {row.start_ps, row.flow, row.op};
+      ++mark_count;
+      return;
     }
+    last = {row.flow, static_cast<int64_t>(static_cast<uint64_t>(row.start_ps) + static_cast<uint64_t>(duration))};
     const auto place = ids.find(id);
     if (place != ids.end()) {
       row.name = place->second;
@@ -271,13 +276,13 @@ struct Reader {
 
 }  // namespace
 
-// Fills as much as there is room for and says in `counts` how many rows, texts and lines there are. False: the bytes are
+// Fills as much as there is room for and says in `counts` how many rows, texts, lines and marks there are. False: the bytes are
 // not such a trace.
 CAPIBARA_EXPORT int32_t capibara_trace_rows(const uint8_t* data, int64_t size, void* rows, int64_t capacity,
                                             void* pieces, int64_t piece_capacity, void* lines, int64_t line_capacity,
-                                            int64_t* counts) {
+                                            void* marks, int64_t mark_capacity, int64_t* counts) {
   Reader reader{data, size, static_cast<Row*>(rows), capacity, static_cast<Piece*>(pieces), piece_capacity,
-                static_cast<Line*>(lines), line_capacity};
+                static_cast<Line*>(lines), line_capacity, static_cast<Mark*>(marks), mark_capacity};
   Bytes space{data, data + size}, plane{};
   reader.earliest(space);
   uint64_t value;
@@ -287,5 +292,6 @@ CAPIBARA_EXPORT int32_t capibara_trace_rows(const uint8_t* data, int64_t size, v
   counts[0] = reader.count;
   counts[1] = static_cast<int64_t>(reader.known.size());
   counts[2] = reader.line_count;
+  counts[3] = reader.mark_count;
   return reader.fine && space.fine;
 }
