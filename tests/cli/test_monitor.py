@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from capibara.cli import main, monitor
-from capibara.observe.accelerators import DeviceReading
+from capibara.hardware.accelerators import DeviceReading
 from capibara.observe.monitor import MonitorError, sources
 
 

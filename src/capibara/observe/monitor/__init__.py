@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from capibara.observe.accelerators import DeviceReading
+from capibara.hardware.accelerators import DeviceReading
 from capibara.observe.monitor.monitor import TpuRealTimeMonitor
 from capibara.observe.monitor.rules import DEFAULT_THRESHOLDS, Alert, AlertRule, MonitorError
 from capibara.observe.monitor.sinks import CallbackSink, JsonLinesSink, LogSink, PrometheusSink, Sink
