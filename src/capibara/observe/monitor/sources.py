@@ -163,6 +163,11 @@ class MachineSource:
             _Paced(devices, self._read_devices, _SLOW, _AT_MOST["devices"]),
         )
 
+    @property
+    def of_jax(self) -> bool:
+        """Whether the devices are JAX's, named by its numbers, and not those of the machine."""
+        return not self._wide and backends_started()
+
     def read(self) -> Reading:
         """The metrics now. Devices and live arrays are read once a second, or less often if that takes long."""
         at = self._clock()
