@@ -173,7 +173,7 @@ def compile_with_jit(path: Path, lines: Sequence[int], note: Callable[[str], Non
         # Outermost and innermost decorators see the same function as before.
         place = ast.copy_location(ast.Name(_NAME, ast.Load()), function)
         function.decorator_list.append(place)
-    return compile(tree, str(path), "exec")
+    return compile(tree, str(path), "exec", dont_inherit=True)
 
 
 _NAME = "__capibara_jit__"
