@@ -26,7 +26,7 @@ def normal(*shape: int) -> jax.Array:
 
 # Wide enough that XLA does not make one kernel of the loop.
 SIZE = 400
-X, W, MANY = normal(300, SIZE), normal(SIZE, SIZE), normal(300, SIZE, SIZE)
+X, W, MANY, FOUR = normal(300, SIZE), normal(SIZE, SIZE), normal(300, 32, 32), normal(4, SIZE, SIZE)
 ALL = SIZE * SIZE * 4 - SIZE * SIZE * 4 // 300  # it is read once
 
 
@@ -44,7 +44,7 @@ ALL = SIZE * SIZE * 4 - SIZE * SIZE * 4 // 300  # it is read once
         (
             "one of four, 75 times each",
             lambda x, w: jax.lax.map(lambda one: one[0][None] @ w[one[1]], (x, jnp.arange(300) % 4)),
-            (X, MANY[:4]),
+            (X, FOUR),
             SIZE * SIZE * 4 - 4 * SIZE * SIZE * 4 // 300,
         ),
         ("another slice each time", lambda x: jax.lax.map(lambda one: one @ one, x), (MANY,), 0),
