@@ -176,7 +176,9 @@ def read_goodput(
         try:
             found = {chip: _price(chip, region, term, prices) for chip in count.spent}
         except UnknownPriceError as error:
-            note = f"unknown: {error}. Or give the price of all devices: price_per_hour, --price-per-hour"
+            note = (
+                f"unknown: {error}. Or give that of all devices together: price_per_hour (--price-per-hour)"
+            )
     return Goodput(
         wall_seconds=count.last - count.first,
         # What was added and taken away again may leave a rounding error below zero.
