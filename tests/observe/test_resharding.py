@@ -29,7 +29,7 @@ from capibara.observe.monitor import (
     sources,
 )
 from capibara.observe.resharding import advise_resharding
-from capibara.train.placement import Layout
+from capibara.sharding import Layout
 
 CONFIG = TPUConfig(num_chips=8, topology="2x4")
 BATCH, HIDDEN = PartitionSpec(("data", "model"), None), PartitionSpec(None, ("data", "model"))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from capibara.cli._json import print_json
 
 if TYPE_CHECKING:
+    from capibara.observe.bottlenecks.remedies import Tried
     from capibara.observe.profile import Profile
 
 HELP = """Profile a Python program that uses JAX, unchanged: 'capibara profile -- python script.py'. The profile begins
@@ -35,6 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--plot", metavar="PNG", help="draw the longest operations and the roofline")
     add("--html", metavar="FILE", help="write figure and table into one HTML file")
+    add(
+        "--apply",
+        action="store_true",
+        help="then run the program with and without each remedy that needs no change of its source: what did it save?",
+    )
+    add("--repeats", type=int, default=3, metavar="N", help="runs on each side for --apply (3)")
     add("--json", action="store_true", help="print the figures as JSON")
 
 
@@ -46,6 +53,12 @@ def run(args: argparse.Namespace) -> int:
     what = args.command
     if not what:
         raise ConfigError("COMMAND: got none, expected 'capibara profile -- python script.py', show or diff")
+    if args.repeats < 1:
+        raise ConfigError(f"--repeats: got {args.repeats}, expected at least 1")
+    if args.apply and what[0] in ("show", "diff"):
+        raise ConfigError(
+            f"--apply: runs a program, which {what[0]} does not: capibara profile --apply -- python …"
+        )
     if what[0] == "diff":
         return _diff(args)
     for option, path in (("--plot", args.plot), ("--html", args.html)):
@@ -71,11 +84,25 @@ def run(args: argparse.Namespace) -> int:
             check=False,
         )
         if written.is_file():
-            _write(_read(folder), args)
+            profile = _read(folder)
+            tried = (
+                _tried([python, *arguments], profile, args) if args.apply and not done.returncode else None
+            )
+            _write(profile, args, tried)
         elif done.returncode == 0:
             print("capibara profile: the program ended before its profile was written", file=sys.stderr)
             return 1
     return done.returncode if done.returncode >= 0 else 128 - done.returncode
+
+
+def _tried(command: list[str], profile: Profile, args: argparse.Namespace) -> list[Tried]:
+    from capibara.observe.bottlenecks.remedies import try_remedies
+
+    def progress(words: str) -> None:
+        print(f"trying {words} ({args.repeats} times, and as often without) …", file=sys.stderr, flush=True)
+
+    script = None if command[1] == "-m" else Path(command[1])
+    return try_remedies(command, script, profile, repeats=args.repeats, progress=progress)
 
 
 def _python(command: list[str]) -> tuple[str, list[str]]:
@@ -115,7 +142,7 @@ def _read(folder: str | Path) -> Profile:
     return Profile.from_json(text)
 
 
-def _write(profile: Profile, args: argparse.Namespace) -> None:
+def _write(profile: Profile, args: argparse.Namespace, tried: list[Tried] | None = None) -> None:
     from capibara.observe.bottlenecks import find_bottlenecks
     from capibara.observe.profile.plot import plot_profile, write_page
 
@@ -125,12 +152,16 @@ def _write(profile: Profile, args: argparse.Namespace) -> None:
         write_page(profile, args.html)
     analysis = find_bottlenecks(profile)
     if args.json:
-        print_json({**profile.metrics(), "bottlenecks": analysis.to_dict()["bottlenecks"]})
+        applied = {} if tried is None else {"applied": [one.to_dict() for one in tried]}
+        print_json({**profile.metrics(), "bottlenecks": analysis.to_dict()["bottlenecks"], **applied})
         return
     print(profile)
     if analysis.has_bottlenecks:
         print("what slows it down, and the part of the time that a remedy would save:")
         print(*analysis.bottlenecks, sep="\n")
+    if tried:
+        print("what remedies saved, by turns with runs without them:")
+        print(*tried, sep="\n")
 
 
 def _diff(args: argparse.Namespace) -> int:

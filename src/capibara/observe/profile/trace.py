@@ -135,6 +135,7 @@ def covered(starts: np.ndarray, lengths: np.ndarray) -> int:
 def _placed(table: EventTable) -> np.ndarray:
     """Events of operations, each with its program, and devices numbered apart from one another."""
     rows = table.rows
+    _end(rows, table.marks)
     if not len(rows):
         return rows
     planes = {plane: number for number, plane in enumerate(dict.fromkeys(plane for plane, _ in table.lines))}
@@ -153,6 +154,58 @@ def _placed(table: EventTable) -> np.ndarray:
             for plane in np.unique(plane_of[tpu])
         ]
     return np.concatenate(kept)
+
+
+def _end(rows: np.ndarray, marks: np.ndarray, step: int = 1 << 20) -> None:
+    """Make operations as long as they took.
+
+    XLA on CPUs gives large operations to a pool of threads, and the span ends when they are given away: a mark on
+    another thread has the end. Where a thread of the pool has a span of its own for it, that is part of the same: it
+    loses its program.
+    """
+    if not len(marks):
+        return
+    marks = marks[np.argsort(marks["flow"], kind="stable")]
+    longer = np.zeros(len(rows), bool)
+    for begin in range(
+        0, len(rows), step
+    ):  # what is computed for all of millions at once takes as much again
+        part = rows[begin : begin + step]
+        at = np.minimum(np.searchsorted(marks["flow"], part["flow"]), len(marks) - 1)
+        lengths = marks["end_ps"][at] - part["start_ps"]
+        found = (marks["flow"][at] == part["flow"]) & (marks["op"][at] == part["op"])
+        found &= lengths > part["duration_ps"]
+        part["duration_ps"][found] = lengths[found]
+        longer[begin : begin + step] = found
+    # Only in runs in which an operation was made longer may another span of it lie within it.
+    together = np.isin(rows["op"], np.unique(rows["op"][longer])) & np.isin(
+        rows["run"], np.unique(rows["run"][longer])
+    )
+    _merge(rows, np.flatnonzero(together))
+
+
+def _merge(rows: np.ndarray, mine: np.ndarray) -> None:
+    """Make one of those of some rows that overlap and are one run of one operation; the others lose their program."""
+    keys = ("run", "op", "program", "device")
+    mine = mine[np.lexsort([rows[name][mine] for name in ("start_ps", *keys)])]
+    group = np.zeros(max(0, len(mine) - 1), bool)
+    for name in keys:
+        group |= np.diff(rows[name][mine]) != 0
+    group = np.append(0, np.cumsum(group))
+    start = rows["start_ps"][mine]
+    until = start + rows["duration_ps"][mine]
+    while len(mine) > 1:
+        over = (start[1:] < until[:-1]) & (group[1:] == group[:-1])
+        # Of a chain, every second one at a time: it is halved.
+        place = np.arange(len(over))
+        begins = np.maximum.accumulate(np.where(over & ~np.append(False, over[:-1]), place, 0))
+        first = np.flatnonzero(over & ((place - begins) % 2 == 0))
+        if not len(first):
+            break
+        until[first] = np.maximum(until[first], until[first + 1])
+        rows["duration_ps"][mine[first]] = until[first] - start[first]
+        rows["program"][mine[first + 1]] = -1
+        mine, start, until, group = (np.delete(one, first + 1) for one in (mine, start, until, group))
 
 
 def _short_names(table: EventTable) -> np.ndarray:
