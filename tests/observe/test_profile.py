@@ -833,7 +833,7 @@ def test_the_difference_of_two_profiles():
     st.lists(
         st.tuples(
             st.integers(0, 2),  # operation
-            st.integers(0, 3),  # run
+            st.integers(0, 3),  # device
             st.integers(0, 1000),  # begins
             st.integers(0, 50),  # its span
             st.none() | st.integers(0, 500),  # how much later the mark of its end stands
@@ -842,35 +842,28 @@ def test_the_difference_of_two_profiles():
     )
 )
 def test_operations_end_where_their_marks_stand(some: list[tuple[int, int, int, int, int | None]]):
-    """Against intervals, united one by one."""
+    """Against intervals, one by one; and their union, against single picoseconds."""
     rows = np.zeros(len(some), events_module._ROW)
     marks = []
-    longer = [(op, run) for op, run, _, span, later in some if (later or 0) > span]
-    marked = {(op, run) for op, _ in longer for _, run in longer}
-    for place, (op, run, begins, span, later) in enumerate(some):
-        rows[place] = (begins, span, 7, run, place + 1, 0, 0, op, 0)
+    for place, (op, device, begins, span, later) in enumerate(some):
+        rows[place] = (begins, span, 7, 0, place + 1, 0, 0, op, device)
         if later is not None:
             marks.append((begins + later, place + 1, op))
-    trace_module._end(rows, np.array(marks, events_module._MARK), step=4)
-    found = rows[rows["program"] == 7]
-    for op in range(3):
-        for run in range(4):
-            expected = sorted(
-                (begins, begins + max(span, later or 0))
-                for one, of, begins, span, later in some
-                if (one, of) == (op, run)
-            )
-            united: list[tuple[int, int]] = []
-            for begins, ends in expected:
-                if (op, run) in marked and united and begins < united[-1][1]:
-                    united[-1] = (united[-1][0], max(united[-1][1], ends))
-                else:
-                    united.append((begins, ends))
-            mine = found[(found["op"] == op) & (found["run"] == run)]
-            spans = sorted(
-                zip(mine["start_ps"].tolist(), (mine["start_ps"] + mine["duration_ps"]).tolist(), strict=True)
-            )
-            assert spans == united
+    longer = trace_module._end(rows, np.array(marks, events_module._MARK), step=4)
+    lengths = [max(span, later or 0) for *_, span, later in some]
+    assert rows["duration_ps"].tolist() == lengths
+    assert longer.tolist() == sorted({op for op, _, _, span, later in some if (later or 0) > span})
+    united = trace_module._united(rows, rows["op"], np.arange(len(rows)))
+    expected = dict.fromkeys((op for op, *_ in some), 0)
+    for op in expected:
+        points = {
+            (device, at)
+            for (one, device, begins, *_), length in zip(some, lengths, strict=True)
+            if one == op
+            for at in range(begins, begins + length)
+        }
+        expected[op] = len(points)
+    assert united == expected
 
 
 def test_products_that_threads_share_are_as_long_as_they_take():

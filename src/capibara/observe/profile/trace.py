@@ -70,6 +70,7 @@ def read_trace(path: str | Path, operations: Mapping[int, Mapping[str, bool]]) -
       ProfileError: the file is none, or too large.
     """
     table = read_events(path)
+    longer = _end(table.rows, table.marks)
     rows = _placed(table)
     # Runs are counted of programs that are not known, too.
     programs, program_of = _numbered(rows["program"])
@@ -94,6 +95,8 @@ def read_trace(path: str | Path, operations: Mapping[int, Mapping[str, bool]]) -
         kinds[place] = 0 if collective is None else 2 if collective else 1
     kind = kinds[pair_of]
     times = np.bincount(pair_of, weights=rows["duration_ps"], minlength=len(pairs)) / 1000
+    for pair, spent in _united(rows, pair_of, np.flatnonzero(np.isin(rows["op"], longer))).items():
+        times[pair] = spent / 1000
     counts = np.bincount(pair_of, minlength=len(pairs))
     trace.counts = {
         names[place]: (int(counts[place]), float(times[place])) for place in np.flatnonzero(kinds).tolist()
@@ -135,7 +138,6 @@ def covered(starts: np.ndarray, lengths: np.ndarray) -> int:
 def _placed(table: EventTable) -> np.ndarray:
     """Events of operations, each with its program, and devices numbered apart from one another."""
     rows = table.rows
-    _end(rows, table.marks)
     if not len(rows):
         return rows
     planes = {plane: number for number, plane in enumerate(dict.fromkeys(plane for plane, _ in table.lines))}
@@ -156,15 +158,14 @@ def _placed(table: EventTable) -> np.ndarray:
     return np.concatenate(kept)
 
 
-def _end(rows: np.ndarray, marks: np.ndarray, step: int = 1 << 20) -> None:
-    """Make operations as long as they took.
+def _end(rows: np.ndarray, marks: np.ndarray, step: int = 1 << 20) -> np.ndarray:
+    """Make operations as long as they took; the names of those that were made longer.
 
     XLA on CPUs gives large operations to a pool of threads, and the span ends when they are given away: a mark on
-    another thread has the end. Where a thread of the pool has a span of its own for it, that is part of the same: it
-    loses its program.
+    another thread has the end. It is set after the end was told, and so may be late where threads wait for processors.
     """
     if not len(marks):
-        return
+        return np.zeros(0, np.int32)
     marks = marks[np.argsort(marks["flow"], kind="stable")]
     longer = np.zeros(len(rows), bool)
     for begin in range(
@@ -177,35 +178,24 @@ def _end(rows: np.ndarray, marks: np.ndarray, step: int = 1 << 20) -> None:
         found &= lengths > part["duration_ps"]
         part["duration_ps"][found] = lengths[found]
         longer[begin : begin + step] = found
-    # Only in runs in which an operation was made longer may another span of it lie within it.
-    together = np.isin(rows["op"], np.unique(rows["op"][longer])) & np.isin(
-        rows["run"], np.unique(rows["run"][longer])
-    )
-    _merge(rows, np.flatnonzero(together))
+    return np.unique(rows["op"][longer])
 
 
-def _merge(rows: np.ndarray, mine: np.ndarray) -> None:
-    """Make one of those of some rows that overlap and are one run of one operation; the others lose their program."""
-    keys = ("run", "op", "program", "device")
-    mine = mine[np.lexsort([rows[name][mine] for name in ("start_ps", *keys)])]
-    group = np.zeros(max(0, len(mine) - 1), bool)
-    for name in keys:
-        group |= np.diff(rows[name][mine]) != 0
-    group = np.append(0, np.cumsum(group))
-    start = rows["start_ps"][mine]
-    until = start + rows["duration_ps"][mine]
-    while len(mine) > 1:
-        over = (start[1:] < until[:-1]) & (group[1:] == group[:-1])
-        # Of a chain, every second one at a time: it is halved.
-        place = np.arange(len(over))
-        begins = np.maximum.accumulate(np.where(over & ~np.append(False, over[:-1]), place, 0))
-        first = np.flatnonzero(over & ((place - begins) % 2 == 0))
-        if not len(first):
-            break
-        until[first] = np.maximum(until[first], until[first + 1])
-        rows["duration_ps"][mine[first]] = until[first] - start[first]
-        rows["program"][mine[first + 1]] = -1
-        mine, start, until, group = (np.delete(one, first + 1) for one in (mine, start, until, group))
+def _united(rows: np.ndarray, pair_of: np.ndarray, mine: np.ndarray) -> dict[int, int]:
+    """Picoseconds of the union of the spans of some rows on each device, summed over devices, by pair.
+
+    Threads of a pool have spans of their own for a part of an operation, and one whose mark is late lies over the next.
+    """
+    mine = mine[np.lexsort((rows["device"][mine], pair_of[mine]))]
+    pairs, devices = pair_of[mine], rows["device"][mine]
+    borders = np.flatnonzero((np.diff(pairs) != 0) | (np.diff(devices) != 0)) + 1
+    found: dict[int, int] = {}
+    for group in np.split(mine, borders):
+        if len(group):
+            pair = int(pair_of[group[0]])
+            spent = covered(rows["start_ps"][group], rows["duration_ps"][group])
+            found[pair] = found.get(pair, 0) + spent
+    return found
 
 
 def _short_names(table: EventTable) -> np.ndarray:
