@@ -92,9 +92,6 @@ def test_a_remedy_is_tried(kind: str, tmp_path: Path):
     (tried,) = [one for one in applied if one["kind"] == kind and words in one["description"]]
     assert tried["same_output"] is True, tried
     assert tried["gain"] == pytest.approx(1 - tried["after"] / tried["before"])
-    # These are a multiple faster, on whatever machine.
-    if kind in ("callback", "dispatch"):
-        assert tried["gain"] > 0
     if kind == "dispatch":
         assert tried["notes"] == ["update is under jax.jit"]
 

@@ -258,5 +258,7 @@ def _run(command: Sequence[str], remedy: Remedy | None, folder: Path, compiling:
         words = read_bounded(notes, _MOST_NOTES).decode(errors="replace") if notes.is_file() else ""
     seconds = profile.wall_seconds
     if not compiling:
-        seconds = max(1e-9, seconds - profile.compile_seconds - profile.tracing_seconds)
+        # What was compiled first was traced before the region began: of a short one too much would be taken away.
+        rest = seconds - profile.compile_seconds - profile.tracing_seconds
+        seconds = rest if rest > 0.05 * seconds else seconds
     return _Ran(seconds, done.stdout, tuple(dict.fromkeys(words.splitlines())))

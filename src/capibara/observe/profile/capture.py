@@ -188,7 +188,7 @@ def _settle(restless: set[int]) -> float:
     return time.perf_counter()
 
 
-def _sleeping(restless: set[int], quiet: int = 4) -> float:
+def _sleeping(restless: set[int], quiet: int = 10) -> float:
     """Wait until threads that are not Python's are seen asleep ``quiet`` times in a row; when they were first.
 
     XLA's have no names of their own. Those that never sleep for ``_RESTLESS`` seconds are other libraries', which spin:
