@@ -587,7 +587,7 @@ def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 def test_a_trace_of_a_tpu(tmp_path: Path):
     path = tmp_path / "x.xplane.pb"
     path.write_bytes(ProfileData.text_proto_to_serialized_xspace(TPU))
-    trace = read_trace(path, {42: {"fusion.1": False, "all-reduce.2": True}})
+    trace = read_trace(path, {42: {"fusion.1": "compute", "all-reduce.2": "collective"}})
     # The last one lies in no module; the loop's time is that of what it contains.
     assert trace.counts == {(42, "fusion.1"): (2, 90.0), (42, "all-reduce.2"): (2, 60.0)}
     assert trace.runs == {42: 2}
@@ -614,7 +614,7 @@ planes { name: "/device:GPU:0"
 def test_a_trace_of_a_gpu(tmp_path: Path):
     path = tmp_path / "x.xplane.pb"
     path.write_bytes(ProfileData.text_proto_to_serialized_xspace(GPU))
-    trace = read_trace(path, {5: {"dot.3": False}})
+    trace = read_trace(path, {5: {"dot.3": "kernel"}})
     assert trace.counts == {(5, "dot.3"): (1, 70.0)}
     assert trace.runs == {5: 1}
     assert trace.busy_ns == 70
@@ -668,7 +668,7 @@ def test_a_trace_with_other_bytes_is_read_or_refused(data: st.DataObject):
         file.write(content)
         file.flush()
         with contextlib.suppress(ProfileError):
-            trace = read_trace(file.name, {42: {"fusion.1": False}, 5: {"dot.3": False}})
+            trace = read_trace(file.name, {42: {"fusion.1": "compute"}, 5: {"dot.3": "kernel"}})
             assert trace.events <= 6
 
 
