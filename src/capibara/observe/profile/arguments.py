@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 FROM_CALL, FROM_PROGRAM = "call", "program"
-ARGUMENT_KINDS = ("array", "static", "closure", "setting")
+ARGUMENT_KINDS = ("array", "static", "closure", "parameter", "setting")
 # Of all programs of a profile together.
 MOST_ARGUMENTS = 1_000_000
 _MOST_OF_ONE = 20_000
@@ -75,7 +75,7 @@ class Argument:
     Attributes:
       name: ``"x"``, ``"params['w']"``; or of a setting of JAX.
       kind: ``"array"``, ``"static"`` for a static argument, ``"closure"`` for a value that the function closes over,
-        ``"setting"``.
+        ``"parameter"`` of one of JAX's operations outside of jitted functions, ``"setting"``.
       dtype: element type of an array (``"float32"``).
       shape: of an array. Where only the program's text is known, of the part that one device has.
       weak: whether its dtype yields to that of others, as that of Python's numbers does.
@@ -119,7 +119,8 @@ class Recompiled:
 
     Attributes:
       program: their name (``"jit_step"``).
-      function: where the function is defined (``"model.py:12"``), or empty if it is not known.
+      function: where the function is defined (``"model.py:12"``; JAX's own: ``"jax/_src/…"``), or empty if it is not
+        known, or one of JAX's operations.
       times: how many.
       seconds: compiling them, without tracing; 0 if they were compiled before the region.
       reason: ``"arguments"``: ``changes`` says which; ``"same arguments"``: the function was jitted anew, or something
@@ -204,8 +205,8 @@ def describe_call(call: CompiledCall, known: dict[str, list[Any]]) -> tuple[str,
     ]
     found += [Argument(name, "static", value=_value_text(value, known)) for name, value in static]
     found += [
-        Argument(name, "closure", value=_value_text(value, known))
-        for name, value in _closed_over(call.function)
+        Argument(name, kind, value=_value_text(value, known))
+        for name, kind, value in _closed_over(call.function)
     ]
     found += [
         Argument(name, "setting", value=_value_text(value, known))
@@ -222,11 +223,16 @@ def _defined(function: Callable[..., Any]) -> str:
     code = getattr(function, "__code__", None)
     if getattr(function, "__module__", "") == _EAGER:
         return ""
-    return "" if code is None else _printable(f"{code.co_filename}:{code.co_firstlineno}")
+    if code is None:
+        return ""
+    place = f"{code.co_filename}:{code.co_firstlineno}"
+    if str(getattr(function, "__module__", "")).partition(".")[0] == "jax":
+        place = "jax" + place.rpartition("/jax")[2]
+    return _printable(place)
 
 
-def _closed_over(function: Any) -> list[tuple[str, Any]]:
-    """Plain values that a function closes over; those of arrays are constants of the program, and not compared."""
+def _closed_over(function: Any) -> list[tuple[str, str, Any]]:
+    """Name, kind and value of plain values that a function closes over, without arrays, which are constants."""
     found: list[tuple[str, Any]] = []
     while isinstance(function, functools.partial):
         names = argument_names(function.func, len(function.args))
@@ -240,10 +246,10 @@ def _closed_over(function: Any) -> list[tuple[str, Any]]:
             continue
         # JAX's operations outside of a jitted function close over their parameters.
         if name == "params" and isinstance(value, dict) and function.__module__ == _EAGER:
-            found += value.items()
+            return [(str(one), "parameter", _plain(of)) for one, of in value.items() if _is_simple(of)]
         else:
             found.append((name, value))
-    return [(str(name), _plain(value)) for name, value in found if _is_simple(value)]
+    return [(str(name), "closure", _plain(value)) for name, value in found if _is_simple(value)]
 
 
 def _is_simple(value: Any) -> bool:
@@ -254,7 +260,7 @@ def _is_simple(value: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     """NumPy's scalars, which JAX has in shapes, as Python's."""
-    if type(value) is tuple:
+    if isinstance(value, tuple):
         return tuple(map(_plain, value))
     return value.item() if isinstance(value, np.generic) else value
 
@@ -267,7 +273,8 @@ def _sharding_text(sharding: Any) -> str:
     if mesh is None or spec is None:
         return _printable(str(sharding))
     axes = "×".join(f"{name}={size}" for name, size in mesh.shape.items())
-    numbers = [device.id for device in getattr(mesh, "devices", []).flat] if hasattr(mesh, "devices") else []
+    devices = getattr(mesh, "devices", None)  # an abstract mesh has none
+    numbers = [] if devices is None else [device.id for device in devices.flat]
     order = "" if numbers == list(range(len(numbers))) else f" on devices {numbers}"
     kind = getattr(sharding, "memory_kind", None)
     memory = f", {kind}" if kind and kind not in ("device", "unpinned_host") else ""
@@ -368,7 +375,12 @@ def changes_between(
     return found
 
 
-_WORDS = {"static": "static value", "closure": "closed-over value", "setting": "setting"}
+_WORDS = {
+    "static": "static value",
+    "closure": "closed-over value",
+    "parameter": "parameter",
+    "setting": "setting",
+}
 
 
 def _told(value: Any) -> str:
@@ -490,7 +502,7 @@ def _unpacked(data: Any) -> Argument:
         ("value", str),
     ):
         value = getattr(made, name)
-        if not isinstance(value, kind) or (kind is str and not value.isprintable()):
+        if not isinstance(value, kind) or (isinstance(value, str) and not value.isprintable()):
             raise ValueError(f"{name}: got {value!r:.100}, expected printable text or a boolean")
     if made.kind not in ARGUMENT_KINDS:
         raise ValueError(f"kind: got {made.kind!r:.100}, expected one of {', '.join(ARGUMENT_KINDS)}")

@@ -20,7 +20,7 @@ from capibara.observe.profile.arguments import (
 )
 from capibara.observe.profile.timeline import Timeline
 
-__all__ = ["KINDS", "Operation", "Profile", "ProgramRuns"]
+__all__ = ["KINDS", "Operation", "Profile", "ProgramRuns", "seconds_text"]
 
 # Of operations.
 KINDS = ("compute", "kernel", "copy", "collective")
@@ -283,14 +283,14 @@ class Profile:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.name}: {_seconds(self.wall_seconds)} on {self.devices} × {self.chip}",
+            f"{self.name}: {seconds_text(self.wall_seconds)} on {self.devices} × {self.chip}",
             f"  compute        {self._compute()}",
             f"  memory         {self._memory()}",
-            f"  communication  {self._or_reason('communication_seconds', _seconds)}",
+            f"  communication  {self._or_reason('communication_seconds', seconds_text)}",
             f"  idle           {self._or_reason('idle_share', _percent)}",
         ]
         if self.compiled:
-            lines.append(f"  compiled       {self.compiled} programs in {_seconds(self.compile_seconds)}")
+            lines.append(f"  compiled       {self.compiled} programs in {seconds_text(self.compile_seconds)}")
         if self.perturbation is not None:
             lines.append(
                 f"  the profile    {self.events:,} operations; about {_percent(self.perturbation)} of the time"
@@ -302,7 +302,7 @@ class Profile:
             rate = f"{one.flops / one.seconds / 1e9:8.1f} G" if one.flops and one.seconds else " " * 10
             where = one.source or one.path
             lines.append(
-                f"  {one.seconds / whole:5.1%} {_seconds(one.seconds):>9} {one.count:>9,} {rate}  "
+                f"  {one.seconds / whole:5.1%} {seconds_text(one.seconds):>9} {one.count:>9,} {rate}  "
                 f"{one.program} {one.name}" + (f"  {where}" if where else "")
             )
         return "\n".join(lines)
@@ -368,7 +368,8 @@ def _printable(text: str) -> bool:
     return all(letter.isprintable() or letter in "\n\t" for letter in text)
 
 
-def _seconds(value: float) -> str:
+def seconds_text(value: float) -> str:
+    """A time with its unit."""
     if value >= 1:
         return f"{value:.2f} s"
     return f"{value * 1e3:.2f} ms" if value >= 1e-3 else f"{value * 1e6:.1f} µs"
