@@ -235,11 +235,12 @@ def _closed_over(function: Any) -> list[tuple[str, str, Any]]:
     """Name, kind and value of plain values that a function closes over, without arrays, which are constants."""
     found: list[tuple[str, Any]] = []
     while isinstance(function, functools.partial):
-        names = argument_names(function.func, len(function.args))
-        found += [*zip(names, function.args, strict=True), *function.keywords.items()]
+        given = argument_names(function.func, len(function.args))
+        found += [*zip(given, function.args, strict=True), *function.keywords.items()]
         function = function.func
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    for name, cell in zip(getattr(code, "co_freevars", ()), cells or (), strict=False):
+    names: Any = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    cells: Any = getattr(function, "__closure__", None) or ()
+    for name, cell in zip(names, cells, strict=False):
         try:
             value = cell.cell_contents
         except ValueError:  # not assigned yet
@@ -247,8 +248,7 @@ def _closed_over(function: Any) -> list[tuple[str, str, Any]]:
         # JAX's operations outside of a jitted function close over their parameters.
         if name == "params" and isinstance(value, dict) and function.__module__ == _EAGER:
             return [(str(one), "parameter", _plain(of)) for one, of in value.items() if _is_simple(of)]
-        else:
-            found.append((name, value))
+        found.append((name, value))
     return [(str(name), "closure", _plain(value)) for name, value in found if _is_simple(value)]
 
 
