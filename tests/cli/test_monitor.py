@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from capibara.cli import main, monitor
-from capibara.observe.accelerators import DeviceReading
+from capibara.hardware.accelerators import DeviceReading
 from capibara.observe.monitor import MonitorError, sources
 
 
@@ -73,6 +73,27 @@ def test_devices_of_the_machine(
     assert found["alerts"] == ["memory_usage 75.0 % > 70.0 % for 0.0 s on GPU_0"]
 
 
+def test_hotspots_of_a_mesh(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Four accelerators in two rows and two columns: the second column is loaded."""
+    monkeypatch.setenv("COLUMNS", "160")
+    devices = [
+        DeviceReading(f"GPU_{number}", "X", 1, 4, 0.9 if number % 2 else 0.1, 50.0) for number in range(4)
+    ]
+    monkeypatch.setattr(sources, "machine_accelerators", lambda nvml, root: tuple(devices))
+    assert call("--once", "--topology", "2x2") == 0
+    text = capsys.readouterr().out
+    for words in ("columns: the load differs", "hotspots    (0, 1), (1, 1)", "saves up to 44 %"):
+        assert words in text
+    options = ["--topology", "2x2", "--load-threshold", "0.95", "--json"]
+    assert call("--once", *options) == 0
+    found = json.loads(capsys.readouterr().out)["resharding"]
+    assert (found["pattern"], found["hotspots"], found["spec"]) == ("columns", [], None)
+    assert call("--duration", "0", *options) == 0
+    assert json.loads(capsys.readouterr().out)["resharding"]["pattern"] == "columns"
+    assert call("--duration", "0", "--topology", "4") == 0
+    assert "unclear" in capsys.readouterr().out
+
+
 def test_readings_and_alerts(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     kept = tmp_path / "readings.jsonl"
     options = ["--json", "--interval", "0.05", "--duration", "0.3", "--jsonl", str(kept)]
@@ -106,6 +127,9 @@ def test_bad_rules(rule: str):
         (["--alert", "memory_usage>90"], "expected a share from 0 to 1"),
         (["--alert", "process_cpu>1"], "expected a metric of the machine"),
         (["--jsonl", "/nonexistent/x.jsonl"], "--jsonl: cannot write '/nonexistent/x.jsonl': No such file"),
+        (["--topology", "2y2"], "--topology: topology: got '2y2'"),
+        (["--topology", "64x64"], "--topology: config: got the topology 64x64, which is 4096 devices, but"),
+        (["--load-threshold", "80"], "--load-threshold: got 80.0, expected a share from 0 to 1"),
         (["--prometheus", "99999"], "--prometheus: port: got 99999"),
     ],
 )

@@ -5,6 +5,10 @@ from __future__ import annotations
 import gc
 import math
 import shutil
+import sys
+import threading
+import time
+import types
 
 import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
@@ -14,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from vendor_libraries import FakeDevice, FakeNvml, libtpu
 
 from capibara.config import ConfigError, TPUConfig, TPUError
 from capibara.config.tpu_config import ScalingConfig, TPUConfigError
@@ -296,3 +301,88 @@ def test_a_failing_workload_is_not_hidden():
 
     with pytest.raises(ZeroDivisionError, match="mine"):
         TPUConfig().profile_tpu_usage(workload=broken)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
+    """Two GPUs in JAX and in NVML, of which the second does not report its utilization."""
+    fake = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    devices = [FakeDevice("gpu", number, "NVIDIA B", 50 + number) for number in range(2)]
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    return fake
+
+
+def test_utilization_of_gpus_is_nvmls(gpus: FakeNvml):
+    usage = TPUConfig().profile_tpu_usage(workload=lambda: time.sleep(0.25))
+    assert usage["device_utilization"] == pytest.approx(0.4)
+    note = usage["notes"]["device_utilization"]
+    assert "NVML, mean of" in note
+    assert "of 1 of 2 devices" in note
+    assert "others: RuntimeError: Not Supported" in note
+    assert usage["memory_allocated"] == 101
+    assert gpus.started == 1
+    assert "capibara-utilization" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_utilization_is_the_mean_of_the_region(gpus: FakeNvml, monkeypatch: pytest.MonkeyPatch):
+    working = False
+    seen: list[int] = []
+
+    def rates(handle: int) -> types.SimpleNamespace:
+        gpu = 10 + 10 * len(seen) if working else 99
+        if working and handle == 0:
+            seen.append(gpu)
+        return types.SimpleNamespace(gpu=gpu if handle == 0 else 50)
+
+    def workload() -> None:
+        nonlocal working
+        working = True
+        deadline = time.monotonic() + 30
+        while len(seen) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(gpus, "nvmlDeviceGetUtilizationRates", rates)
+    usage = TPUConfig().profile_tpu_usage(workload=workload)
+    # Not the 99 % before it. Each device counts alike.
+    first = sum(seen) / len(seen) / 100
+    assert usage["device_utilization"] == pytest.approx((first + 0.5) / 2)
+    assert f"mean of {len(seen)} readings" in usage["notes"]["device_utilization"]
+    assert "of 2 of 2 devices" in usage["notes"]["device_utilization"]
+
+
+def test_gpus_are_those_that_the_program_may_see(gpus: FakeNvml, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: [FakeDevice("gpu", 0, "NVIDIA A", 1)])
+    for visible, busy in (("GPU-first", 0.4), ("GPU-second", None), ("1,0", None), ("0", 0.4)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert TPUConfig().profile_tpu_usage(workload=lambda: None)["device_utilization"] == busy
+
+
+def test_utilization_of_tpus_is_libtpus(monkeypatch: pytest.MonkeyPatch):
+    devices = [FakeDevice("tpu", number, "TPU v4", 1) for number in range(4)]  # two on each chip
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    libtpu(monkeypatch, duty_cycle_pct=["10.00", "70.00"])
+    usage = TPUConfig().profile_tpu_usage(workload=lambda: None)
+    assert usage["device_utilization"] == pytest.approx(0.4)
+    assert usage["notes"]["device_utilization"].startswith("libtpu's duty cycle")
+    libtpu(monkeypatch)
+    usage = TPUConfig().profile_tpu_usage(workload=lambda: None)
+    assert usage["device_utilization"] is None
+    assert "libtpu reports no duty_cycle_pct now" in usage["notes"]["device_utilization"]
+
+
+def test_utilization_that_nobody_reports(gpus: FakeNvml, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    usage = TPUConfig().profile_tpu_usage(workload=lambda: None)
+    assert usage["device_utilization"] is None
+    assert usage["notes"]["device_utilization"].endswith("pip install nvidia-ml-py")
+    monkeypatch.setattr(jax, "local_devices", lambda: [FakeDevice("gpu", 0, "AMD X", 1)])
+    usage = TPUConfig().profile_tpu_usage(workload=lambda: None)
+    assert usage["notes"]["device_utilization"] == "no source of utilization for AMD X"
+
+
+def test_a_workload_that_fails_ends_the_readings(gpus: FakeNvml):
+    with pytest.raises(ZeroDivisionError):
+        TPUConfig().profile_tpu_usage(workload=lambda: 1 // 0)
+    assert "capibara-utilization" not in [thread.name for thread in threading.enumerate()]

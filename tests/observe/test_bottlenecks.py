@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import json
 import random
-import time
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from planted_faults import (
+    HELD_OUT,
+    TUNED_ON,
+    Planted,
+    Work,
+    functions_made_in_a_loop,
+    normal,
+)
 
 from capibara.observe.bottlenecks import find_bottlenecks
 from capibara.observe.diagnostics import TpuDiagnostics
 from capibara.observe.errors import ProfileError
 from capibara.observe.profile import Operation, Profile, ProgramRuns, TpuPerformanceProfiler
 from capibara.observe.profile.programs import known_program
-
-Work = Callable[[], object]
 
 pytestmark = pytest.mark.usefixtures("without_the_persistent_cache")
 
@@ -45,214 +51,6 @@ def repeated(step: Callable, *arguments, times: int = 10) -> Work:
         return first
 
     return work
-
-
-def normal(*shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(0).normal(size=shape).astype("float32")) / shape[-1] ** 0.5
-
-
-# --- planted faults: kind → (work, whether it is called once before)
-
-
-def new_shapes(size: int) -> Work:
-    square = jax.jit(lambda x: (x * 2 + size).sum())
-    return lambda: [square(jnp.ones(size + n)) for n in range(12)]
-
-
-def new_functions(size: int) -> Work:
-    return lambda: [jax.jit(lambda x: (x @ x).sum())(jnp.ones((size, size))) for _ in range(6)]
-
-
-def new_static_values(size: int) -> Work:
-    scaled = jax.jit(lambda x, factor: (x * factor).sum(), static_argnums=1)
-    x = jnp.ones((size, size))
-    return lambda: [scaled(x, factor) for factor in range(8)]
-
-
-def slow_input(size: int) -> Work:
-    step = jax.jit(lambda x, batch: jnp.tanh(x @ batch))
-    x = normal(size, size)
-
-    def work():
-        result = x
-        for _ in range(6):
-            time.sleep(0.03)
-            result = step(result, np.ones((size, size), np.float32)).block_until_ready()
-        return result
-
-    return work
-
-
-def host_work(size: int) -> Work:
-    step = jax.jit(lambda x: jnp.tanh(x @ x))
-    x = normal(size, size)
-
-    def work():
-        result = x
-        for _ in range(4):
-            result = step(result).block_until_ready()
-            sum(number * number for number in range(400_000))  # Python while the device waits
-        return result
-
-    return work
-
-
-def eager_small(size: int) -> Work:
-    x = jnp.ones((size, size))
-
-    def work():
-        result = x
-        for _ in range(400):
-            result = jnp.tanh(result + 1) * 2
-        return result
-
-    return work
-
-
-def eager_update(size: int) -> Work:
-    """An optimizer that is not jitted, on many small parameters."""
-    parameters = [jnp.ones(size) for _ in range(300)]
-    return lambda: [(p * 0.9 + 0.1 * p) / (jnp.sqrt(p * p) + 1e-8) for p in parameters]
-
-
-def one_step_at_a_time(size: int) -> Work:
-    step = jax.jit(lambda x: x * 1.01 + 1)
-    x = jnp.ones(size)
-
-    def work():
-        result = x
-        for _ in range(1500):
-            result = step(result)
-        return result
-
-    return work
-
-
-def eager_chain(size: int) -> Work:
-    x = normal(size, size)
-
-    def work():
-        result = x
-        for _ in range(4):
-            result = jnp.sqrt(jnp.maximum(jnp.exp(jnp.tanh(result * 1.5) - 1.0), 0.1))
-        return result
-
-    return work
-
-
-def eager_large(size: int, times: int = 20) -> Work:
-    x = jnp.ones((size, size))
-
-    def work():
-        result = x
-        for _ in range(times):
-            result = jnp.abs(jnp.maximum(result + 1, 0.5) * 2 - result)
-        return result
-
-    return work
-
-
-def tiny_products(size: int) -> Work:
-    loop = jax.jit(lambda x: jax.lax.fori_loop(0, 20_000, lambda _, h: h @ x, x))
-    x = normal(size, size)
-    return lambda: loop(x)
-
-
-def one_product_at_a_time(size: int) -> Work:
-    loop = jax.jit(lambda x: jax.lax.scan(lambda carry, one: (carry, one @ one), 0, x)[1])
-    x = normal(12_000, size, size)
-    return lambda: loop(x)
-
-
-def wide_products(size: int) -> Work:
-    with jax.enable_x64(True):
-        x = jnp.ones((size, size), jnp.float64) / size
-        step = jax.jit(lambda x: jnp.tanh(x @ x))
-
-    def work():
-        with jax.enable_x64(True):
-            result = x
-            for _ in range(20):
-                result = step(result)
-            return jax.block_until_ready(result)
-
-    return work
-
-
-def looked_at(size: int) -> Work:
-    """A value goes to Python in each turn of a loop, as with jax.debug.print."""
-
-    @jax.jit
-    def loop(x):
-        def turn(_, h):
-            jax.debug.callback(lambda _: None, h)
-            return jnp.tanh(h @ x)
-
-        return jax.lax.fori_loop(0, 400, turn, x)
-
-    x = normal(size, size)
-    return lambda: loop(x)
-
-
-def python_inside(size: int) -> Work:
-    def slow(x):
-        sum(range(200_000))
-        return np.asarray(x)
-
-    @jax.jit
-    def step(x):
-        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return jax.pure_callback(slow, shape, jnp.tanh(x @ x))
-
-    x = normal(size, size)
-    return lambda: [step(x).block_until_ready() for _ in range(6)]
-
-
-def transpositions(size: int) -> Work:
-    turn = jax.jit(lambda x: jnp.transpose(x, (2, 0, 1)).copy())
-    x = normal(size, size, size)
-    return lambda: [turn(x) for _ in range(8)]
-
-
-FAULTS = {
-    "recompilation": [
-        (new_shapes, 16, False),
-        (new_shapes, 3000, False),
-        (new_functions, 32, False),
-        (new_functions, 256, False),
-        (new_static_values, 10, False),
-        (new_static_values, 1000, False),
-    ],
-    "idle": [(slow_input, 64, True), (slow_input, 256, True), (host_work, 128, True)],
-    "dispatch": [
-        (eager_small, 4, True),
-        (eager_small, 32, True),
-        (eager_update, 16, True),
-        (eager_update, 1000, True),
-        (one_step_at_a_time, 8, True),
-        (one_step_at_a_time, 1000, True),
-    ],
-    "unfused": [
-        (eager_large, 1000, True),
-        (eager_large, 2000, True),
-        (eager_chain, 1200, True),
-        (eager_chain, 2400, True),
-    ],
-    "small_products": [
-        (tiny_products, 8, True),
-        (tiny_products, 16, True),
-        (one_product_at_a_time, 8, True),
-        (one_product_at_a_time, 12, True),
-    ],
-    "float64": [(wide_products, 400, True), (wide_products, 600, True)],
-    "callback": [
-        (python_inside, 64, True),
-        (python_inside, 128, True),
-        (looked_at, 16, True),
-        (looked_at, 128, True),
-    ],
-    "copies": [(transpositions, 140, True), (transpositions, 200, True)],
-}
 
 
 def layers(x, weights):
@@ -337,71 +135,105 @@ def seen(make: Callable[[], Work], *, warm: bool = True) -> set[str]:
     return {kind for kind, times in found.items() if times >= 2}
 
 
-@pytest.fixture(scope="module")
-def verdicts() -> tuple[list[tuple[str, str, set[str]]], dict[str, set[str]]]:
-    """Of each faulty program its fault and what was found, and of each healthy one what was found."""
-    faulty = [
-        (kind, f"{make.__name__} {size}", seen(lambda: make(size), warm=warm))  # noqa: B023 - called at once
-        for kind, cases in FAULTS.items()
-        for make, size, warm in cases
-    ]
-    return faulty, {name: seen(make) for name, make in HEALTHY.items()}
+@dataclass(frozen=True)
+class Verdict:
+    """What was found in a program with a planted fault, and in the same one without it."""
+
+    planted: Planted
+    size: int
+    found: set[str]
+    alarms: set[str]
+    predicted: float | None
+    measured: float
+
+    @property
+    def right(self) -> bool:
+        return self.planted.kind in self.found
 
 
-@pytest.mark.parametrize(
-    ("kind", "make", "size", "warm"),
-    [
-        ("recompilation", new_shapes, 16, False),
-        ("idle", slow_input, 64, True),
-        ("dispatch", eager_small, 4, True),
-        ("callback", python_inside, 64, True),
-    ],
-)
-def test_a_planted_fault_is_found(kind, make, size, warm):
-    """Those that a busy machine does not hide."""
-    assert kind in {one.kind for one in find_bottlenecks(profiled(make(size), warm=warm)).bottlenecks}
-
-
-@pytest.mark.slow  # real programs of milliseconds: a machine that does nothing else
-def test_no_false_alarm(verdicts):
-    assert {name: found for name, found in verdicts[1].items() if found} == {}
-
-
-@pytest.mark.slow  # real programs of milliseconds: a machine that does nothing else
-def test_planted_faults_are_found(verdicts):
-    faulty, healthy = verdicts
-    hits = sum(kind in found for kind, _, found in faulty)
-    wrong = sum(len(found - {kind}) for kind, _, found in faulty) + sum(map(len, healthy.values()))
-    precision, recall = hits / (hits + wrong), hits / len(faulty)
-    f1 = 2 * precision * recall / (precision + recall)
-    assert f1 >= 0.95, (f1, [one for one in faulty if one[2] != {one[0]}])
-
-
-@pytest.mark.slow  # real programs of milliseconds: a machine that does nothing else
-def test_the_predicted_gain_is_about_the_measured_one():
-    """Fusing, and input that is there: the predicted part of the time against what the remedy saves."""
-    before = profiled(eager_large(1500))
-    found = {one.kind: one for one in find_bottlenecks(before).bottlenecks}
-    fused = profiled(
-        repeated(lambda x: jnp.abs(jnp.maximum(x + 1, 0.5) * 2 - x), jnp.ones((1500, 1500)), times=20)
+def judged(planted: Planted, size: int) -> Verdict:
+    """By most of three profiles of each, taken by turns; gains by medians."""
+    found: Counter[str] = Counter()
+    alarms: Counter[str] = Counter()
+    gains, before, after = [], [], []
+    for _ in range(3):
+        pair = planted.make(size)
+        if pair.warm:
+            jax.block_until_ready(pair.faulty())
+        jax.block_until_ready(pair.healthy())
+        faulty, healthy = profiled(pair.faulty, warm=False), profiled(pair.healthy, warm=False)
+        bottlenecks = find_bottlenecks(faulty).bottlenecks
+        found.update(one.kind for one in bottlenecks)
+        alarms.update(one.kind for one in find_bottlenecks(healthy).bottlenecks)
+        gains += [one.predicted_gain for one in bottlenecks if one.kind == planted.kind]
+        before.append(faulty.wall_seconds)
+        after.append(healthy.wall_seconds)
+    return Verdict(
+        planted,
+        size,
+        {kind for kind, times in found.items() if times >= 2},
+        {kind for kind, times in alarms.items() if times >= 2},
+        statistics.median(gains) if gains else None,
+        1 - statistics.median(after) / statistics.median(before),
     )
-    measured = 1 - fused.wall_seconds / before.wall_seconds
-    assert found["unfused"].predicted_gain == pytest.approx(measured, abs=0.35)
-    compiling = profiled(new_functions(256), warm=False)
-    found = {one.kind: one for one in find_bottlenecks(compiling).bottlenecks}
-    kept = profiled(repeated(lambda x: x @ x, jnp.ones((256, 256)), times=6))
-    measured = 1 - kept.wall_seconds / compiling.wall_seconds
-    assert found["recompilation"].predicted_gain == pytest.approx(measured, abs=0.35)
-    waiting = profiled(slow_input(256))
-    found = {one.kind: one for one in find_bottlenecks(waiting).bottlenecks}
-    assert found["idle"].predicted_gain == pytest.approx(6 * 0.03 / waiting.wall_seconds, abs=0.15)
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> dict[str, list[Verdict]]:
+    return {
+        name: [judged(planted, size) for planted in scripts for size in planted.sizes]
+        for name, scripts in (("tuned on", TUNED_ON), ("held out", HELD_OUT))
+    }
+
+
+@pytest.mark.slow  # real programs of milliseconds: a machine that does nothing else
+def test_no_false_alarm():
+    found = {name: seen(make) for name, make in HEALTHY.items()}
+    assert {name: kinds for name, kinds in found.items() if kinds} == {}
+
+
+@pytest.mark.slow  # real programs of milliseconds: a machine that does nothing else
+def test_no_false_alarm_without_the_fault(verdicts):
+    alarms = [one for name in verdicts for one in verdicts[name] if one.alarms]
+    assert [(one.planted.name, one.size, one.alarms) for one in alarms] == []
+
+
+@pytest.mark.slow  # real programs of milliseconds: a machine that does nothing else
+@pytest.mark.parametrize("name", ["tuned on", "held out"])
+def test_planted_faults_are_found(verdicts, name):
+    some = verdicts[name]
+    hits = sum(one.right for one in some)
+    wrong = sum(len(one.found - {one.planted.kind}) + len(one.alarms) for one in some)
+    precision, recall = hits / (hits + wrong), hits / len(some)
+    f1 = 2 * precision * recall / (precision + recall)
+    assert f1 >= 0.95, (f1, [one for one in some if one.found != {one.planted.kind} or one.alarms])
+
+
+@pytest.mark.slow  # real programs of milliseconds: a machine that does nothing else
+@pytest.mark.parametrize("name", ["tuned on", "held out"])
+def test_the_predicted_gain_is_about_the_measured_one(verdicts, name):
+    errors = [
+        abs(one.predicted - one.measured) / one.measured
+        for one in verdicts[name]
+        if one.predicted is not None and one.measured > 0
+    ]
+    assert statistics.median(errors) <= 0.15
+
+
+@pytest.mark.parametrize("planted", [*TUNED_ON, *HELD_OUT], ids=lambda one: one.name)
+def test_the_remedy_changes_no_result(planted):
+    pair = planted.make(planted.sizes[0])
+    if pair.same:
+        faulty, healthy = (jax.tree.leaves(one()) for one in (pair.faulty, pair.healthy))
+        for one, other in zip(faulty, healthy, strict=True):
+            np.testing.assert_allclose(one, other, rtol=2e-2, atol=1e-3)
 
 
 def test_float64():
     with jax.enable_x64(True):
         x = jnp.ones((400, 400), jnp.float64)
         found = find_bottlenecks(profiled(repeated(lambda h, w: h @ w, x, x)))
-    assert [one.kind for one in found.bottlenecks] == ["float64"]
+    assert "float64" in {one.kind for one in found.bottlenecks}
 
 
 # --- constructed figures
@@ -476,20 +308,6 @@ def test_time_between_operations_of_one_program_is_not_the_host():
     assert kinds(replace(loop, events=20)) == ["idle"]
 
 
-def test_work_that_a_trace_does_not_follow_is_not_said_to_be_idle():
-    seen = replace(BASE, busy_seconds=0.1)
-    assert kinds(seen) == ["idle"]
-    assert kinds(replace(seen, reasons={"busy_seconds": "at least: XLA may sort on threads …"})) == []
-
-
-def test_a_cpu_that_sorts_says_that_it_is_not_all():
-    sort = jax.jit(lambda x: jnp.sort(x, axis=-1))
-    x = normal(300, 3000)
-    found = profiled(lambda: sort(x))
-    assert "sort" in found.reasons["busy_seconds"]
-    assert "idle" not in kinds(found)
-
-
 def test_starting_programs_is_not_waiting_for_input():
     """A hundred steps of 350 µs, each started 130 µs after the end of the one before; and steps that wait 10 ms."""
     steps = ProgramRuns("jit_step", 100, 0.035, 0, 0, None)
@@ -507,7 +325,7 @@ def test_tracing_is_part_of_compiling():
 
 
 def test_tracing_is_measured_and_kept():
-    profile = profiled(new_functions(32), warm=False)
+    profile = profiled(functions_made_in_a_loop(32).faulty, warm=False)
     assert 0 < profile.tracing_seconds < profile.wall_seconds - profile.compile_seconds
     assert Profile.from_json(profile.to_json()).tracing_seconds == profile.tracing_seconds
     old = json.loads(profile.to_json())
@@ -575,6 +393,9 @@ def test_any_figures_give_gains_from_0_to_1():
                 seconds=choose([0.0, 0.01, 0.5, 3.0]),
                 flops=choose([0, 10**5, 10**12]),
                 bytes=choose([0, 10**9]),
+                reread=choose([0, 10**8]),
+                products=choose([0, 1, 1000]),
+                tiled_flops=choose([0, 10**12]),
             )
             for _ in range(choose(range(5)))
         )
@@ -599,6 +420,18 @@ def test_any_figures_give_gains_from_0_to_1():
         gains = [one.predicted_gain for one in find_bottlenecks(profile).bottlenecks]
         assert gains == sorted(gains, reverse=True)
         assert all(0 <= gain <= 1 for gain in gains)
+
+
+def test_padding_on_a_tpu():
+    wide = replace(PRODUCT, dtype="bf16", flops=10**14, tiled_flops=2 * 10**14)
+    on_tpu = replace(BASE, platform="tpu", chip="tpu-v4", operations=(wide,))
+    (found,) = find_bottlenecks(on_tpu).bottlenecks
+    assert (found.kind, found.predicted_gain) == ("padded", pytest.approx(0.4))
+    assert "dot.1 has work for 50 % of the tiles that it takes (a.py:3)" in found.description
+    assert kinds(replace(on_tpu, platform="gpu", chip="unheard of")) == []
+    assert kinds(replace(on_tpu, operations=(replace(wide, tiled_flops=wide.flops),))) == []
+    # 1.6 s for 10⁹ bytes are not the memory's, but for 4.7 · 10¹² they are.
+    assert kinds(replace(on_tpu, operations=(replace(wide, bytes=47 * 10**11),))) == []
 
 
 def test_sorted_by_gain_and_ready_for_json():

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 import tracemalloc
-import types
 import urllib.request
 from collections.abc import Callable, Sequence
 from importlib import resources
@@ -25,6 +24,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from other_process import run_apart
+from vendor_libraries import FakeDevice, FakeNvml, libtpu, pci
 
 from capibara.hardware import telemetry
 from capibara.observe import monitor as monitor_package
@@ -477,65 +477,11 @@ def test_alerts_print_well():
     assert str(Alert(rule, 91.5, since=10.0, began=12.0, ended=15.5)).endswith("well again after 3.5 s")
 
 
-def pci(root: Path, *devices: tuple[str, str]) -> None:
-    for number, (vendor, device) in enumerate(devices):
-        folder = root / f"sys/bus/pci/devices/0000:00:{number:02x}.0"
-        folder.mkdir(parents=True)
-        (folder / "vendor").write_text(f"{vendor}\n")
-        (folder / "device").write_text(f"{device}\n")
-
-
-class FakeNvml(types.ModuleType):
-    """Two GPUs as ``pynvml`` has them; the second does not report its utilization."""
-
-    def __init__(self) -> None:
-        super().__init__("pynvml")
-        self.started = 0
-
-    def nvmlInit(self) -> None:
-        self.started += 1
-
-    def nvmlDeviceGetCount(self) -> int:
-        return 2
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        return index
-
-    def nvmlDeviceGetHandleByUUID(self, name: str) -> int:
-        return {"GPU-first": 0, "GPU-second": 1}[name]
-
-    def nvmlDeviceGetName(self, handle: int) -> bytes | str:
-        return b"NVIDIA A" if handle else "NVIDIA B"
-
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
-        return types.SimpleNamespace(used=(1 + handle) << 30, total=4 << 30)
-
-    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
-        if handle:
-            raise RuntimeError("Not Supported")
-        return types.SimpleNamespace(gpu=40)
-
-    def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> int:
-        return 50 + handle
-
-
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     fake = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     return fake
-
-
-def libtpu(monkeypatch: pytest.MonkeyPatch, **metrics: list[str]) -> None:
-    """``libtpu.sdk`` with metrics as its own descriptions say that they look."""
-    sdk = types.ModuleType("libtpu.sdk")
-
-    def get_metric(name: str) -> Any:
-        return types.SimpleNamespace(data=lambda: metrics.get(name, []))
-
-    vars(sdk)["tpumonitoring"] = types.SimpleNamespace(get_metric=get_metric)
-    monkeypatch.setitem(sys.modules, "libtpu.sdk", sdk)
-    monkeypatch.setitem(sys.modules, "libtpu", types.ModuleType("libtpu"))
 
 
 def wide(root: Path) -> Reading:
@@ -635,16 +581,6 @@ def test_accelerators_that_jax_has_not_started(tmp_path: Path, monkeypatch: pyte
         assert reading.values[metric] is None
         assert "JAX has not started" in reading.reasons[metric]
     assert reading.values["host_memory_usage"] is not None
-
-
-class FakeDevice:
-    def __init__(self, platform: str, number: int, kind: str, used: int) -> None:
-        self.platform, self.id, self.device_kind = platform, number, kind
-        self.local_hardware_id = number
-        self._used = used
-
-    def memory_stats(self) -> dict[str, int]:
-        return {"bytes_in_use": self._used, "bytes_limit": 100}
 
 
 def test_tpus_of_jax(monkeypatch: pytest.MonkeyPatch):

@@ -33,6 +33,7 @@ from capibara.observe.profile import (
 from capibara.observe.profile import capture as capture_module
 from capibara.observe.profile import events as events_module
 from capibara.observe.profile import programs as programs_module
+from capibara.observe.profile import trace as trace_module
 from capibara.observe.profile.programs import known_program, module_number
 from capibara.observe.profile.trace import covered, find_trace, read_trace
 from capibara.plan.errors import PlanError
@@ -875,3 +876,75 @@ def test_the_difference_of_two_profiles():
     assert "100.0 % slower" in str(found)
     assert "a.py:3" in str(found)
     json.dumps(found.to_dict(), allow_nan=False)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2),  # operation
+            st.integers(0, 3),  # device
+            st.integers(0, 1000),  # begins
+            st.integers(0, 50),  # its span
+            st.none() | st.integers(0, 500),  # how much later the mark of its end stands
+        ),
+        max_size=30,
+    )
+)
+def test_operations_end_where_their_marks_stand(some: list[tuple[int, int, int, int, int | None]]):
+    """Against intervals, one by one; and their union, against single picoseconds."""
+    rows = np.zeros(len(some), events_module._ROW)
+    marks = []
+    for place, (op, device, begins, span, later) in enumerate(some):
+        rows[place] = (begins, span, 7, 0, place + 1, 0, 0, op, device)
+        if later is not None:
+            marks.append((begins + later, place + 1, op))
+    longer = trace_module._end(rows, np.array(marks, events_module._MARK), step=4)
+    lengths = [max(span, later or 0) for *_, span, later in some]
+    assert rows["duration_ps"].tolist() == lengths
+    assert longer.tolist() == sorted({op for op, _, _, span, later in some if (later or 0) > span})
+    united = trace_module._united(rows, rows["op"], np.arange(len(rows)))
+    expected = dict.fromkeys((op for op, *_ in some), 0)
+    for op in expected:
+        points = {
+            (device, at)
+            for (one, device, begins, *_), length in zip(some, lengths, strict=True)
+            if one == op
+            for at in range(begins, begins + length)
+        }
+        expected[op] = len(points)
+    assert united == expected
+
+
+def test_products_that_threads_share_are_as_long_as_they_take():
+    """XLA on a CPU says that they end when they are given away: at many times the machine's FLOP/s."""
+
+    @jax.jit
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return w - 0.1 * jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).mean())(w)
+
+    w, x = ones(512, 512), ones(1024, 512)
+    step(w, x).block_until_ready()
+    profiler = TpuPerformanceProfiler()
+    with profiler.profile_context("products"):
+        for _ in range(4):
+            w = step(w, x)
+        w.block_until_ready()
+    profile = profiler.profile()
+    products = [one for one in profile.operations if one.flops]
+    assert len(products) == 2
+    assert profile.peak_flops is not None
+    assert all(one.flops / one.seconds < 4 * profile.peak_flops for one in products)
+
+
+def test_sorting_on_several_threads():
+    sort = jax.jit(lambda x: jnp.sort(x, axis=-1))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(300, 3000)).astype("float32"))
+    sort(x).block_until_ready()
+    profiler = TpuPerformanceProfiler()
+    with profiler.profile_context("sort"):
+        sort(x).block_until_ready()
+    profile = profiler.profile()
+    (sorting,) = [one for one in profile.operations if one.opcode == "sort"]
+    assert sorting.count == 1
+    assert 0.5 * profile.wall_seconds < sorting.seconds <= profile.wall_seconds

@@ -16,7 +16,9 @@ from capibara.cli._json import print_json
 if TYPE_CHECKING:
     from rich.console import Group
 
+    from capibara.config import TPUConfig
     from capibara.observe.monitor import AlertRule, Reading, Sink, TpuRealTimeMonitor
+    from capibara.observe.resharding import ReshardingAdvice
 
 HELP = """Watch this machine and its devices until Ctrl-C: memory, utilisation, temperature, and alerts. JAX is not
 started, so that a program may have the accelerators. Exit code: 0; 1 with --fail-on-alert if there was an alert; 2
@@ -47,6 +49,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="such as 'memory_usage>0.9 for 5s'; may be given again",
     )
     add("--fail-on-alert", action="store_true", help="exit with 1 if a rule of --alert was broken")
+    add(
+        "--topology",
+        metavar="AxB",
+        help="arrange the accelerators, in their order, as rows and columns of a mesh (2x4), and show hotspots",
+    )
+    add(
+        "--load-threshold",
+        type=float,
+        default=0.8,
+        metavar="SHARE",
+        help="load of a hotspot, from 0 to 1 (default: 0.8)",
+    )
     add("--jsonl", metavar="FILE", help="append readings and alerts to a file")
     add("--prometheus", type=int, metavar="PORT", help="answer Prometheus on this port")
 
@@ -64,33 +78,72 @@ def run(args: argparse.Namespace) -> int:
             "--fail-on-alert: got no rule, expected one. Add --alert 'memory_usage>0.9 for 5s'"
         )
     rules = [_rule(text) for text in args.alert]
+    config = _mesh(args)
     with _sinks(args) as sinks:
         monitor = TpuRealTimeMonitor(
             1000 * args.interval, {}, rules=rules, sinks=sinks, source=MachineSource(machine_wide=True)
         )
         with contextlib.suppress(KeyboardInterrupt):
-            _watch(monitor, args)
+            _watch(monitor, args, config)
     return 1 if args.fail_on_alert and monitor.history else 0
 
 
-def _watch(monitor: TpuRealTimeMonitor, args: argparse.Namespace) -> None:
+def _mesh(args: argparse.Namespace) -> TPUConfig | None:
+    from capibara.observe.monitor import MonitorError
+
+    if not 0 <= args.load_threshold <= 1:
+        raise MonitorError(f"--load-threshold: got {args.load_threshold!r}, expected a share from 0 to 1")
+    if args.topology is None:
+        return None
+    from capibara.config import TPUConfig
+    from capibara.config.tpu_config import ScalingConfig
+    from capibara.hardware import TopologyError, parse_topology
+
+    try:
+        shape = parse_topology(args.topology)
+    except TopologyError as error:
+        raise MonitorError(f"--topology: {error}") from None
+    rank = len(shape.shape)
+    return TPUConfig(
+        num_chips=shape.size,
+        topology=args.topology,
+        mesh_axes=None if rank <= 3 else tuple(f"axis {number}" for number in range(rank)),
+        scaling_config=ScalingConfig(args.load_threshold),
+    )
+
+
+def _advice(monitor: TpuRealTimeMonitor, config: TPUConfig | None) -> ReshardingAdvice | None:
+    from capibara.observe.monitor import MonitorError
+
+    if config is None:
+        return None
+    from capibara.observe.resharding import advise_resharding
+
+    try:
+        return advise_resharding(monitor.load(config), config)
+    except MonitorError as error:
+        raise MonitorError(f"--topology: {error}") from None
+
+
+def _watch(monitor: TpuRealTimeMonitor, args: argparse.Namespace, config: TPUConfig | None) -> None:
     if args.once:
         monitor.update()
         time.sleep(_SETTLING)
         reading = monitor.update()
+        advice = _advice(monitor, config)
         if args.json:
-            print_json(_object(monitor, reading), indent=2)
+            print_json(_object(monitor, reading, advice), indent=2)
         else:
-            _print(monitor, reading)
+            _print(monitor, reading, advice)
         return
     readings = _readings(monitor, args.interval, args.duration)
     if not args.json:
-        _live(monitor, readings)
+        _live(monitor, readings, config)
         return
     from capibara.observe.monitor.sinks import json_line
 
     for reading in readings:
-        sys.stdout.write(f"{json_line(_object(monitor, reading))}\n")
+        sys.stdout.write(f"{json_line(_object(monitor, reading, _advice(monitor, config)))}\n")
         sys.stdout.flush()  # a pipe's reader waits for it
 
 
@@ -154,11 +207,12 @@ def _rule(text: str) -> AlertRule:
         raise MonitorError(f"--alert {text!r}: {error}") from None
 
 
-def _object(monitor: TpuRealTimeMonitor, reading: Reading) -> dict[str, Any]:
-    return {**reading.to_dict(), "alerts": [str(alert) for alert in monitor.get_alerts()]}
+def _object(monitor: TpuRealTimeMonitor, reading: Reading, advice: ReshardingAdvice | None) -> dict[str, Any]:
+    found = {**reading.to_dict(), "alerts": [str(alert) for alert in monitor.get_alerts()]}
+    return found if advice is None else {**found, "resharding": advice.to_dict()}
 
 
-def _view(monitor: TpuRealTimeMonitor, reading: Reading) -> Group:
+def _view(monitor: TpuRealTimeMonitor, reading: Reading, advice: ReshardingAdvice | None) -> Group:
     from rich import box
     from rich.console import Group
     from rich.table import Table
@@ -187,6 +241,8 @@ def _view(monitor: TpuRealTimeMonitor, reading: Reading) -> Group:
             cells = [cell(name, getattr(device, name), device.reasons) for name in metrics]
             devices.add_row(Text(device.name), Text(device.kind), *cells)
         parts.append(devices)
+    if advice is not None:
+        parts.append(Text(str(advice)))
     parts += [Text(f"ALERT {alert}", style="bold red") for alert in monitor.get_alerts()]
     parts += [Text(f"{name}: {problem}", style="yellow") for name, problem in monitor.problems.items()]
     return Group(*parts)
@@ -199,16 +255,16 @@ def _shown(name: str, value: float) -> str:
     return f"{'█' * filled}{'░' * (20 - filled)} {100 * value:.1f} %"
 
 
-def _print(monitor: TpuRealTimeMonitor, reading: Reading) -> None:
+def _print(monitor: TpuRealTimeMonitor, reading: Reading, advice: ReshardingAdvice | None) -> None:
     from rich.console import Console
 
-    Console(markup=False, highlight=False).print(_view(monitor, reading))
+    Console(markup=False, highlight=False).print(_view(monitor, reading, advice))
 
 
-def _live(monitor: TpuRealTimeMonitor, readings: Iterator[Reading]) -> None:
+def _live(monitor: TpuRealTimeMonitor, readings: Iterator[Reading], config: TPUConfig | None) -> None:
     from rich.console import Console
     from rich.live import Live
 
     with Live(console=Console(markup=False, highlight=False), auto_refresh=False) as live:
         for reading in readings:
-            live.update(_view(monitor, reading), refresh=True)
+            live.update(_view(monitor, reading, _advice(monitor, config)), refresh=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from capibara.cli._json import print_json
 
 if TYPE_CHECKING:
+    from capibara.observe.bottlenecks.remedies import Tried
     from capibara.observe.profile import PlannedStep, Profile
 
 HELP = """Profile a Python program that uses JAX, unchanged: 'capibara profile -- python script.py'. The profile begins
@@ -34,13 +35,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "-o", "--output", metavar="FOLDER", help="keep the trace (XProf, Perfetto), programs and profile.json"
     )
-    add("--plot", metavar="PNG", help="draw the longest operations and the roofline")
+    add("--plot", metavar="PNG", help="draw a timeline, the longest operations and the roofline")
     add("--html", metavar="FILE", help="write figure and table into one HTML file")
     add(
         "--plan",
         metavar="FILE",
         help="set the program that takes most time beside the step that 'capibara plan --json' (or --lock) predicted",
     )
+    add(
+        "--apply",
+        action="store_true",
+        help="then run the program with and without each remedy that needs no change of its source: what did it save?",
+    )
+    add("--repeats", type=int, default=3, metavar="N", help="runs on each side for --apply (3)")
     add("--json", action="store_true", help="print the figures as JSON")
 
 
@@ -52,6 +59,12 @@ def run(args: argparse.Namespace) -> int:
     what = args.command
     if not what:
         raise ConfigError("COMMAND: got none, expected 'capibara profile -- python script.py', show or diff")
+    if args.repeats < 1:
+        raise ConfigError(f"--repeats: got {args.repeats}, expected at least 1")
+    if args.apply and what[0] in ("show", "diff"):
+        raise ConfigError(
+            f"--apply: runs a program, which {what[0]} does not: capibara profile --apply -- python …"
+        )
     plan = _planned(args)
     if what[0] == "diff":
         return _diff(args, plan)
@@ -78,11 +91,25 @@ def run(args: argparse.Namespace) -> int:
             check=False,
         )
         if written.is_file():
-            _write(_read(folder), args, plan)
+            profile = _read(folder)
+            tried = (
+                _tried([python, *arguments], profile, args) if args.apply and not done.returncode else None
+            )
+            _write(profile, args, plan, tried)
         elif done.returncode == 0:
             print("capibara profile: the program ended before its profile was written", file=sys.stderr)
             return 1
     return done.returncode if done.returncode >= 0 else 128 - done.returncode
+
+
+def _tried(command: list[str], profile: Profile, args: argparse.Namespace) -> list[Tried]:
+    from capibara.observe.bottlenecks.remedies import try_remedies
+
+    def progress(words: str) -> None:
+        print(f"trying {words} ({args.repeats} times, and as often without) …", file=sys.stderr, flush=True)
+
+    script = None if command[1] == "-m" else Path(command[1])
+    return try_remedies(command, script, profile, repeats=args.repeats, progress=progress)
 
 
 def _python(command: list[str]) -> tuple[str, list[str]]:
@@ -128,7 +155,9 @@ def _planned(args: argparse.Namespace) -> PlannedStep | None:
     return None if args.plan is None else read_planned_step(args.plan)
 
 
-def _write(profile: Profile, args: argparse.Namespace, plan: PlannedStep | None) -> None:
+def _write(
+    profile: Profile, args: argparse.Namespace, plan: PlannedStep | None, tried: list[Tried] | None = None
+) -> None:
     from capibara.observe.bottlenecks import find_bottlenecks
     from capibara.observe.profile.planned import compare_with_plan
     from capibara.observe.profile.plot import plot_profile, write_page
@@ -141,7 +170,9 @@ def _write(profile: Profile, args: argparse.Namespace, plan: PlannedStep | None)
     against = None if plan is None else compare_with_plan(profile, plan)
     if args.json:
         beside = {} if against is None else {"plan": against.to_dict()}
-        print_json({**profile.metrics(), "bottlenecks": analysis.to_dict()["bottlenecks"], **beside})
+        applied = {} if tried is None else {"applied": [one.to_dict() for one in tried]}
+        bottlenecks = analysis.to_dict()["bottlenecks"]
+        print_json({**profile.metrics(), "bottlenecks": bottlenecks, **beside, **applied})
         return
     print(profile)
     if against is not None:
@@ -149,6 +180,9 @@ def _write(profile: Profile, args: argparse.Namespace, plan: PlannedStep | None)
     if analysis.has_bottlenecks:
         print("what slows it down, and the part of the time that a remedy would save:")
         print(*analysis.bottlenecks, sep="\n")
+    if tried:
+        print("what remedies saved, by turns with runs without them:")
+        print(*tried, sep="\n")
 
 
 def _diff(args: argparse.Namespace, plan: PlannedStep | None) -> int:

@@ -19,8 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--price-per-hour",
         type=float,
         metavar="X",
-        help="dollars of all devices together: cost of each bucket",
+        help="dollars of all devices together, for the whole run; otherwise the catalogue's price of its chips",
     )
+    add("--region", help="region of the price")
+    add("--term", default="on-demand", help="on-demand, spot, committed-1y or committed-3y")
+    add("--prices", metavar="FILE", help="your own prices (TOML)")
     add("--plot", metavar="PNG", help="draw the buckets")
     add("--json", action="store_true", help="print the figures as JSON")
 
@@ -29,7 +32,9 @@ def run(args: argparse.Namespace) -> int:
     """Report; return the exit code."""
     from capibara.observe.goodput import plot_goodput, read_goodput
 
-    found = read_goodput(args.run, price_per_hour=args.price_per_hour)
+    found = read_goodput(
+        args.run, price_per_hour=args.price_per_hour, region=args.region, term=args.term, prices=args.prices
+    )
     if args.plot:
         plot_goodput(found, args.plot)
     if args.json:

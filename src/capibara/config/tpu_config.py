@@ -274,9 +274,11 @@ class TPUConfig:
         Returns:
           A dictionary. ``memory_allocated`` and ``memory_peak``: bytes, over all local devices. On a CPU, whose
           runtime does not report these, the bytes of live arrays and the peak resident memory of the process.
-          ``device_count``; ``platform``; ``seconds``. ``device_utilization``: the share of the machine's CPU time
-          spent working, 0 to 1, on a CPU; None on others, whose JAX runtime does not report it. ``notes``: for each
-          figure its definition, or why it is None.
+          ``device_count``; ``platform``; ``seconds``. ``device_utilization``: share of the time in which the devices
+          worked, 0 to 1, the mean over them and over readings ten times a second: NVML's on NVIDIA's GPUs, libtpu's
+          duty cycle on TPUs, that of all the machine's CPUs on a CPU; None where these do not report it. The
+          drivers average over up to a second or more: let the workload run for several seconds. ``notes``: for each
+          figure its definition and source, or why it is None.
 
         Raises:
           TPUError: no device, or the trace cannot be written.
@@ -284,6 +286,7 @@ class TPUConfig:
         import jax
 
         from capibara.hardware import cpu_times, device_memory, host_memory, live_array_bytes
+        from capibara.hardware.utilization import UtilizationSampler
 
         try:
             devices = jax.local_devices()
@@ -299,12 +302,14 @@ class TPUConfig:
                 jax.block_until_ready(workload())
             return time.perf_counter() - start
 
+        sampler = None if platform == "cpu" else UtilizationSampler(devices)
         before = cpu_times()
-        if trace_dir is None:
+        with contextlib.ExitStack() as stack:
+            if trace_dir is not None:
+                stack.enter_context(self._tracing(os.fspath(trace_dir)))
+            if sampler is not None:
+                stack.enter_context(sampler)
             seconds = run()
-        else:
-            with self._tracing(os.fspath(trace_dir)):
-                seconds = run()
         after = cpu_times()
 
         reported = device_memory(devices)
@@ -312,7 +317,10 @@ class TPUConfig:
         peaks = [m.peak for m in reported if m.peak is not None]
         utilization: float | None = None
         notes = {"memory_allocated": "bytes in use", "memory_peak": "most bytes in use since start"}
-        if platform == "cpu":
+        if sampler is not None:
+            mean = sampler.mean
+            utilization, notes["device_utilization"] = mean.value, mean.note
+        else:
             notes["memory_allocated"] = "bytes of live JAX arrays; the CPU runtime has no allocator figures"
             notes["memory_peak"] = "peak resident memory of this process"
             notes["device_utilization"] = "share of all CPUs' time spent working, by any process"
@@ -322,8 +330,6 @@ class TPUConfig:
                 notes["device_utilization"] = (
                     "this system does not report CPU times, or too little time passed"
                 )
-        else:
-            notes["device_utilization"] = f"JAX's runtime for {platform} does not report utilisation"
         on_cpu = platform == "cpu"
         return {
             "memory_allocated": sum(in_use) if in_use else live_array_bytes() if on_cpu else None,

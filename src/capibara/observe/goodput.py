@@ -3,6 +3,9 @@
 The buckets add up to the time between the beginning of the first process and the last line of the last one. Besides
 those of :mod:`capibara.train.ledger` there are ``lost``, steps and their input that were taken again from an earlier
 checkpoint, and ``down``, the time between two processes.
+
+Cost follows from device-seconds, since a run may go on with other devices, and from the price of its chips in the
+catalogue. Time without a process counts with the devices of the process before: they are paid until they are given up.
 """
 
 from __future__ import annotations
@@ -11,12 +14,13 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from capibara.errors import MissingExtraError
 from capibara.files import replace_file
+from capibara.hardware import ChipError, Price, UnknownPriceError, get_chip, get_price
 from capibara.observe.errors import ProfileError
 from capibara.train.ledger import BUCKETS, LEDGER
 
@@ -47,8 +51,10 @@ class Goodput:
       step: the newest.
       processes: how often the run was started.
       steps_lost: that were taken again.
-      devices: of the last process. chip: its.
-      price_per_hour: of all devices together, in dollars; None if unknown.
+      devices: at the end. chip: theirs.
+      device_seconds: of each bucket, by chip: seconds times the devices that the run had then.
+      price_per_hour: of all devices together, in dollars, if it was given.
+      prices: of each chip, if they are known. price_note: why they are not.
     """
 
     wall_seconds: float
@@ -58,7 +64,10 @@ class Goodput:
     steps_lost: int
     devices: int
     chip: str
+    device_seconds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     price_per_hour: float | None = None
+    prices: Mapping[str, Price] = field(default_factory=dict)
+    price_note: str = ""
 
     @property
     def goodput(self) -> float:
@@ -67,10 +76,16 @@ class Goodput:
 
     @property
     def cost(self) -> dict[str, float] | None:
-        """Dollars of each bucket."""
-        if self.price_per_hour is None:
+        """Dollars of each bucket; None if a price is not known."""
+        if self.price_per_hour is not None:
+            return {name: value / 3600 * self.price_per_hour for name, value in self.seconds.items()}
+        if not self.prices:
             return None
-        return {name: value / 3600 * self.price_per_hour for name, value in self.seconds.items()}
+        cost = dict.fromkeys(self.seconds, 0.0)
+        for chip, spent in self.device_seconds.items():
+            for name, value in spent.items():
+                cost[name] += self.prices[chip].cost(value / _devices_per_chip(chip), 1 / 3600)
+        return cost
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
@@ -78,13 +93,21 @@ class Goodput:
             "goodput": self.goodput,
             "wall_seconds": self.wall_seconds,
             "seconds": dict(self.seconds),
+            "device_seconds": {chip: dict(spent) for chip, spent in self.device_seconds.items()},
             "cost": self.cost,
+            "price": self._price_words() or None,
+            "price_note": self.price_note or None,
             "step": self.step,
             "processes": self.processes,
             "steps_lost": self.steps_lost,
             "devices": self.devices,
             "chip": self.chip,
         }
+
+    def _price_words(self) -> str:
+        if self.price_per_hour is not None:
+            return f"${self.price_per_hour:,.4g} per hour, as given"
+        return "; ".join(str(price) for price in self.prices.values())
 
     def __str__(self) -> str:
         started = "once" if self.processes == 1 else f"{self.processes} times"
@@ -99,20 +122,39 @@ class Goodput:
                 note = f"  ({self.steps_lost:,} steps)" if name == "lost" else ""
                 share = 100 * value / self.wall_seconds if self.wall_seconds else 0.0
                 lines.append(f"  {name:<11}{share:5.1f} % {value:10,.1f} s{dollars}{note}")
+        if cost is not None:
+            lines.append(f"cost: ${sum(cost.values()):,.2f} ({self._price_words()})")
+        elif self.price_note:
+            lines.append(f"cost: {self.price_note}")
         return "\n".join(lines)
 
 
-def read_goodput(run: str | os.PathLike[str], *, price_per_hour: float | None = None) -> Goodput:
+def read_goodput(
+    run: str | os.PathLike[str],
+    *,
+    price_per_hour: float | None = None,
+    region: str | None = None,
+    term: str = "on-demand",
+    prices: str | os.PathLike[str] | None = None,
+) -> Goodput:
     """Add up the ledger of a run.
 
     Args:
       run: its folder, or the ledger itself.
-      price_per_hour: of all its devices together, in dollars.
+      price_per_hour: of all its devices together, in dollars, for the whole run. None: the catalogue's price of its
+        chips (see :func:`capibara.hardware.get_price`), for as many as the run had at each time.
+      region, term, prices: which price of the catalogue, and a file of your own.
 
     Raises:
       ProfileError: there is no ledger, it is damaged, or the price is not a number from 0 on.
+      PriceError: an unknown term, or an invalid price file.
     """
-    if price_per_hour is not None and not (math.isfinite(price_per_hour) and price_per_hour >= 0):
+    if price_per_hour is not None and not (
+        isinstance(price_per_hour, int | float)
+        and not isinstance(price_per_hour, bool)
+        and math.isfinite(price_per_hour)
+        and price_per_hour >= 0
+    ):
         raise ProfileError(f"price_per_hour: got {price_per_hour!r}, expected dollars, from 0 on")
     path = Path(run)
     path = path / LEDGER if path.is_dir() else path
@@ -128,10 +170,25 @@ def read_goodput(run: str | os.PathLike[str], *, price_per_hour: float | None = 
             raise ProfileError(f"{path}, line {number}: {entry!r} is not a line of a ledger") from error
     if not count.processes:
         raise ProfileError(f"{path} has no line yet: the run has not begun to train")
-    count.seconds["lost"] += count.lost_seconds
+    found: dict[str, Price] = {}
+    note = ""
+    if price_per_hour is None:
+        try:
+            found = {chip: _price(chip, region, term, prices) for chip in count.spent}
+        except UnknownPriceError as error:
+            note = (
+                f"unknown: {error}. Or give that of all devices together: price_per_hour (--price-per-hour)"
+            )
     return Goodput(
         wall_seconds=count.last - count.first,
-        seconds=count.seconds,
+        # What was added and taken away again may leave a rounding error below zero.
+        seconds={name: max(0.0, value) for name, value in count.wall.items()},
+        device_seconds={
+            chip: {name: max(0.0, value) for name, value in spent.items()}
+            for chip, spent in count.spent.items()
+        },
+        prices=found,
+        price_note=note,
         step=count.step,
         processes=count.processes,
         steps_lost=count.lost,
@@ -141,54 +198,98 @@ def read_goodput(run: str | os.PathLike[str], *, price_per_hour: float | None = 
     )
 
 
+def _price(chip: str, region: str | None, term: str, path: str | os.PathLike[str] | None) -> Price:
+    try:
+        return get_price(chip, region=region, term=term, path=path)
+    except ChipError as error:  # what the device calls itself
+        raise UnknownPriceError(f"the price of {chip!r} is not known: it is not in the catalogue") from error
+
+
+def _devices_per_chip(chip: str) -> int:
+    """JAX devices of a chip that is sold: its cores, where each is a device of its own."""
+    if not chip.endswith("-core"):
+        return 1
+    return get_chip(chip.removesuffix("-core")).cores_per_chip or 1
+
+
 class _Count:
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys((*BUCKETS, "lost", "down"), 0.0)
-        self.first = self.last = 0.0
+        self.wall = dict.fromkeys((*BUCKETS, "lost", "down"), 0.0)
+        # Chip → bucket → seconds times devices.
+        self.spent: dict[str, dict[str, float]] = {}
+        self.first = self.last = self.overlap = 0.0
         self.step = self.processes = self.lost = self.devices = 0
-        self.lost_seconds = 0.0
         self.chip = ""
-        # Steps that may still be lost: (the last one of a line, how many, their seconds in each bucket).
-        self.taken: list[tuple[int, int, dict[str, float]]] = []
+        # Steps that may still be lost: (the last one of a line, how many, their seconds by bucket, devices, chip).
+        self.taken: list[tuple[int, int, dict[str, float], int, str]] = []
+
+    def count(self, bucket: str, seconds: float, devices: int, chip: str) -> None:
+        self.wall[bucket] += seconds
+        self.spent.setdefault(chip, dict.fromkeys(self.wall, 0.0))[bucket] += seconds * devices
 
     def add(self, entry: Mapping[str, Any]) -> None:
         kind, now, step = entry["kind"], _number(entry["time"]), int(entry["step"])
         if kind == "begin":
             began = _number(entry["began"])
             if self.processes:
+                self.count("down", max(0.0, began - self.last), self.devices, self.chip)
                 # The next may begin before the last line of the one before, which was not waited for.
-                self.seconds["down"] += max(0.0, began - self.last)
+                self.overlap = max(0.0, self.last - began)
             else:
                 self.first = began
             self.processes += 1
-            self.devices, self.chip = int(entry["devices"]), str(entry["chip"])
+            self.devices, self.chip = _devices(entry["devices"]), str(entry["chip"])
+            self.count("startup", 0.0, self.devices, self.chip)
             self.lose(step)
         elif kind == "back":
             self.lose(step)
+        elif kind == "moved":
+            self.devices = _devices(entry["devices"])
         elif kind == "spent":
-            spent = {str(name): _number(value) for name, value in entry["seconds"].items()}
-            for name, value in spent.items():
-                self.seconds[name] += value
-            self.taken.append((step, step - self.step, {name: spent.get(name, 0.0) for name in _LOSABLE}))
+            self.spend(entry, step)
         else:
             raise ValueError(kind)
         self.step = step
         self.last = max(self.last, now)
 
+    def spend(self, entry: Mapping[str, Any], step: int) -> None:
+        spent = {str(name): _number(value) for name, value in entry["seconds"].items()}
+        unknown = spent.keys() - set(BUCKETS)
+        if unknown:
+            raise LookupError(unknown)
+        # Time of two processes at once passed only once.
+        twice = min(self.overlap, spent.get("startup", 0.0))
+        self.overlap -= twice
+        if twice:
+            spent["startup"] -= twice
+        unfinished = entry.get("unfinished") is True
+        for name, value in spent.items():
+            bucket = "lost" if unfinished and name in _LOSABLE else name
+            self.count(bucket, value, self.devices, self.chip)
+        if not unfinished:
+            losable = {name: spent.get(name, 0.0) for name in _LOSABLE}
+            self.taken.append((step, step - self.step, losable, self.devices, self.chip))
+
     def lose(self, step: int) -> None:
         """Steps after ``step`` do not count: what was spent on them is lost."""
         while self.taken and self.taken[-1][0] > step:
-            last, many, spent = self.taken.pop()
+            last, many, spent, devices, chip = self.taken.pop()
             # Of a line that lies on both sides, its share.
             gone = min(many, last - step)
             share = gone / many if many else 0.0
             self.lost += gone
             for name, value in spent.items():
-                self.seconds[name] -= share * value
-                self.lost_seconds += share * value
+                self.count(name, -share * value, devices, chip)
+                self.count("lost", share * value, devices, chip)
             if gone < many:
                 kept = {name: (1 - share) * value for name, value in spent.items()}
-                self.taken.append((step, many - gone, kept))
+                self.taken.append((step, many - gone, kept, devices, chip))
+
+
+def _devices(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(value)
+    return value
 
 
 def _number(value: Any) -> float:

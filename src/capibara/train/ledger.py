@@ -5,8 +5,13 @@ buckets add up to the time that passed. Lines are written with those of ``metric
 written yet is the beginning of the gap before the next one::
 
     {"kind": "begin", "began": 1764218000.1, "time": 1764218003.9, "step": 200, "devices": 4, "chip": "tpu-v4"}
+    {"kind": "spent", "time": 1764218003.9, "step": 200, "seconds": {"startup": 3.8}}
     {"kind": "spent", "time": 1764218013.9, "step": 220, "seconds": {"step": 9.2, "input": 0.1, …}}
+    {"kind": "spent", "time": 1764218014.0, "step": 220, "seconds": {"step": 0.1}, "unfinished": true}
     {"kind": "back", "time": 1764218014.0, "step": 200}
+    {"kind": "moved", "time": 1764218014.2, "step": 200, "devices": 2}
+
+``unfinished``: steps that nothing came of, since a failure ended them.
 
 ``capibara report RUN`` adds them up (:mod:`capibara.observe.goodput`).
 """
@@ -59,11 +64,14 @@ class Ledger:
     def begin(self, step: int, *, devices: int, chip: str) -> None:
         """Say that a process goes on from a step, on so many devices."""
         if self._path is not None:
+            _cut_unfinished(self._path)
             self._stream = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
         self._switch()
         self._stack[0] = "recovery"  # what stands in no bucket of its own from here on
         self._step = step
         self._write({"kind": "begin", "began": self._began, "step": step, "devices": devices, "chip": chip})
+        # A process that is killed while it compiles has started, too.
+        self.spent(step)
 
     @contextlib.contextmanager
     def during(self, bucket: str) -> Iterator[None]:
@@ -76,19 +84,25 @@ class Ledger:
             self._switch()
             self._stack.pop()
 
-    def spent(self, step: int) -> None:
-        """Write what was spent since the last line, up to a step."""
+    def spent(self, step: int, *, unfinished: bool = False) -> None:
+        """Write what was spent since the last line, up to a step; ``unfinished``: on steps that nothing came of."""
         self._switch()
         self._step = step
         seconds = {name: value for name, value in self._seconds.items() if value}
         self._seconds = dict.fromkeys(BUCKETS, 0.0)
-        self._write({"kind": "spent", "step": step, "seconds": seconds})
+        entry = {"kind": "spent", "step": step, "seconds": seconds}
+        self._write({**entry, "unfinished": True} if unfinished else entry)
 
     def back(self, step: int) -> None:
-        """Say that the steps after this one are taken again."""
-        self.spent(self._step)
+        """Say that the steps after this one are taken again, and those since the last line."""
+        self.spent(self._step, unfinished=True)
         self._step = step
         self._write({"kind": "back", "step": step})
+
+    def moved(self, devices: int) -> None:
+        """Say that the run goes on with so many devices."""
+        self.spent(self._step)
+        self._write({"kind": "moved", "step": self._step, "devices": devices})
 
     def _switch(self) -> None:
         now = self._clock()
@@ -110,9 +124,9 @@ class Ledger:
     def __enter__(self) -> Ledger:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object = None, *_: object) -> None:
         if self._stream is not None:
-            self.spent(self._step)
+            self.spent(self._step, unfinished=kind is not None)
         if self._stream is not None:
             with contextlib.suppress(OSError):
                 self._stream.close()
@@ -129,3 +143,15 @@ def _process_began(now: Callable[[], float]) -> float:
         return now()
     # Longer before than any import takes: a notebook, whose hours before are not the run's.
     return now() - age if 0 <= age < 300 else now()
+
+
+def _cut_unfinished(path: Path) -> None:
+    """Remove a line that a full disk or a power cut left without its end: the next one would be part of it."""
+    try:
+        with open(path, "r+b") as stream:
+            content = stream.read()
+            end = content.rfind(b"\n") + 1
+            if end < len(content):
+                stream.truncate(end)
+    except FileNotFoundError:
+        pass

@@ -407,6 +407,7 @@ def _run(
             del moving
             if moves.just_moved():
                 utilisation = utilisation and utilisation.on(run.placement.devices, before)
+                ledger.moved(len(run.placement.devices))
                 with ledger.during("compile"):
                     train_step, eval_step = moves.compiled(run, state, skips.number(start))
     except BaseException as error:

@@ -13,10 +13,15 @@ struct Row {
   int64_t duration_ps;
   int64_t program;  // -1: not said
   int64_t run;
+  int64_t flow;  // of an operation and of the mark of its end, on CPUs; 0: none
   int32_t line;
   int32_t name;
   int32_t op;  // -1: not said
   int32_t device;
+};
+// The end of an operation that goes on behind its span, on CPUs.
+struct Mark {
+  int64_t end_ps, flow, op;
 };
 struct Piece {
   int64_t offset, size;
@@ -92,9 +97,11 @@ struct Reader {
   int64_t piece_capacity;
   Line* lines;
   int64_t line_capacity;
+  Mark* marks;
+  int64_t mark_capacity;
 
   bool fine = true;
-  int64_t count = 0, line_count = 0, base = INT64_MAX;
+  int64_t count = 0, line_count = 0, mark_count = 0, base = INT64_MAX;
   std::unordered_map<std::string_view, int32_t> known;
 
   int32_t intern(std::string_view text) {
@@ -139,17 +146,34 @@ struct Reader {
   }
 
   struct Meanings {
-    uint64_t op = 0, program = 0, run = 0, correlation = 0, device = 0;
+    uint64_t op = 0, program = 0, run = 0, correlation = 0, device = 0, begins = 0, ends = 0;
   };
+
+  // The latest operation of a line.
+  struct Last {
+    int64_t flow = 0, end_ps = 0;
+  };
+
+  // XLA on CPUs marks the end of X by "end: X", on whatever thread finished it: the text of X, or -1.
+  int32_t end_of(uint64_t id, const std::unordered_map<uint64_t, std::string_view>& events,
+                 std::unordered_map<uint64_t, int32_t>& ends) {
+    const auto seen = ends.find(id);
+    if (seen != ends.end()) return seen->second;
+    const auto named = events.find(id);
+    const bool marks = named != events.end() && named->second.size() > 5 && named->second.substr(0, 5) == "end: ";
+    return ends[id] = marks ? intern(named->second.substr(5)) : -1;
+  }
 
   void event(Bytes one, int64_t stamp, bool every, const Meanings& mean,
              const std::unordered_map<uint64_t, std::string_view>& events,
              const std::unordered_map<uint64_t, std::string_view>& stats,
-             std::unordered_map<uint64_t, int32_t>& ids, std::unordered_map<uint64_t, int32_t>& references) {
+             std::unordered_map<uint64_t, int32_t>& ids, std::unordered_map<uint64_t, int32_t>& references,
+             std::unordered_map<uint64_t, int32_t>& ends,
+             Last& last) {
     uint64_t value, id = 0;
     Bytes inner{}, field{};
     int64_t offset = 0, duration = 0;
-    Row row{0, 0, -1, 0, static_cast<int32_t>(line_count - 1), -1, -1, 0};
+    Row row{0, 0, -1, 0, 0, static_cast<int32_t>(line_count - 1), -1, -1, 0};
     while (const uint32_t number = one.next(value, inner)) {
       if (number == 1) id = value;
       if (number == 2) offset = static_cast<int64_t>(value);
@@ -178,10 +202,23 @@ struct Reader {
       }
       if (key == mean.program) row.program = static_cast<int64_t>(whole);
       if (key == mean.run || (key == mean.correlation && row.run == 0)) row.run = static_cast<int64_t>(whole);
+      if (key == mean.begins || key == mean.ends) row.flow = static_cast<int64_t>(whole);
       if (key == mean.device) row.device = static_cast<int32_t>(whole);
     }
     fine = fine && one.fine;
-    if (row.op < 0 && !every) return;
+    // Unsigned: what is nonsense wraps, and is not undefined.
+    row.start_ps = static_cast<int64_t>((static_cast<uint64_t>(stamp) - static_cast<uint64_t>(base)) * 1000u +
+                                        static_cast<uint64_t>(offset));
+    row.duration_ps = duration;
+    if (row.op < 0 && !every) {
+      row.op = end_of(id, events, ends);
+      // Most stand within the operation's span, and say nothing new.
+      if (row.op < 0 || row.flow == 0 || (row.flow == last.flow && row.start_ps <= last.end_ps)) return;
+      if (mark_count < mark_capacity) marks[mark_count] = {row.start_ps, row.flow, row.op};
+      ++mark_count;
+      return;
+    }
+    last = {row.flow, static_cast<int64_t>(static_cast<uint64_t>(row.start_ps) + static_cast<uint64_t>(duration))};
     const auto place = ids.find(id);
     if (place != ids.end()) {
       row.name = place->second;
@@ -189,13 +226,7 @@ struct Reader {
       const auto named = events.find(id);
       row.name = ids[id] = intern(named == events.end() ? std::string_view{} : named->second);
     }
-    if (count < capacity) {
-      // Unsigned: what is nonsense wraps, and is not undefined.
-      row.start_ps = static_cast<int64_t>((static_cast<uint64_t>(stamp) - static_cast<uint64_t>(base)) * 1000u +
-                                          static_cast<uint64_t>(offset));
-      row.duration_ps = duration;
-      rows[count] = row;
-    }
+    if (count < capacity) rows[count] = row;
     ++count;
   }
 
@@ -203,7 +234,7 @@ struct Reader {
     uint64_t value;
     Bytes inner{}, field{}, again = whole;
     std::unordered_map<uint64_t, std::string_view> events, stats;
-    std::unordered_map<uint64_t, int32_t> ids, references;
+    std::unordered_map<uint64_t, int32_t> ids, references, ends;
     std::string_view name;
     while (const uint32_t number = whole.next(value, inner)) {
       if (number == 2) name = inner.text();
@@ -218,6 +249,8 @@ struct Reader {
       if (text == "run_id") mean.run = id;
       if (text == "correlation_id") mean.correlation = id;
       if (text == "device_ordinal") mean.device = id;
+      if (text == "_p") mean.begins = id;
+      if (text == "_c") mean.ends = id;
     }
     const bool every = name.substr(0, 12) == "/device:TPU:";
     while (const uint32_t number = again.next(value, inner)) {
@@ -233,8 +266,9 @@ struct Reader {
       const Line line{intern(name), intern(line_name)};
       if (line_count < line_capacity) lines[line_count] = line;
       ++line_count;
+      Last last;
       while (const uint32_t part = events_of.next(value, field)) {
-        if (part == 4) event(field, stamp, every, mean, events, stats, ids, references);
+        if (part == 4) event(field, stamp, every, mean, events, stats, ids, references, ends, last);
       }
     }
   }
@@ -242,13 +276,13 @@ struct Reader {
 
 }  // namespace
 
-// Fills as much as there is room for and says in `counts` how many rows, texts and lines there are. False: the bytes are
+// Fills as much as there is room for and says in `counts` how many rows, texts, lines and marks there are. False: the bytes are
 // not such a trace.
 CAPIBARA_EXPORT int32_t capibara_trace_rows(const uint8_t* data, int64_t size, void* rows, int64_t capacity,
                                             void* pieces, int64_t piece_capacity, void* lines, int64_t line_capacity,
-                                            int64_t* counts) {
+                                            void* marks, int64_t mark_capacity, int64_t* counts) {
   Reader reader{data, size, static_cast<Row*>(rows), capacity, static_cast<Piece*>(pieces), piece_capacity,
-                static_cast<Line*>(lines), line_capacity};
+                static_cast<Line*>(lines), line_capacity, static_cast<Mark*>(marks), mark_capacity};
   Bytes space{data, data + size}, plane{};
   reader.earliest(space);
   uint64_t value;
@@ -258,5 +292,6 @@ CAPIBARA_EXPORT int32_t capibara_trace_rows(const uint8_t* data, int64_t size, v
   counts[0] = reader.count;
   counts[1] = static_cast<int64_t>(reader.known.size());
   counts[2] = reader.line_count;
+  counts[3] = reader.mark_count;
   return reader.fine && space.fine;
 }

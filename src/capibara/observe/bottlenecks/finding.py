@@ -14,8 +14,8 @@ class Bottleneck:
     """Something that slows a program down.
 
     Attributes:
-      kind: ``"recompilation"``, ``"idle"``, ``"dispatch"``, ``"unfused"``, ``"small_products"``, ``"float64"``,
-        ``"float32"``, ``"communication"``, ``"callback"`` or ``"copies"``.
+      kind: ``"recompilation"``, ``"idle"``, ``"dispatch"``, ``"unfused"``, ``"small_products"``, ``"padded"``,
+        ``"float64"``, ``"float32"``, ``"communication"``, ``"callback"`` or ``"copies"``.
       description: what was found, with figures.
       suggestion: what to do.
       evidence: the figures.

@@ -24,12 +24,17 @@ _COPIES = 0.25
 _COMMUNICATION = 0.15
 _WIDE = 0.20  # of types
 _UNFUSED = 0.30
+_PADDED = 0.10
 # A region of less is over before its figures mean anything.
 _SHORTEST = 0.005
 # A program that runs for less than this is as long to start as to run.
 _TINY_RUN = 100e-6
 # FLOPs of a product that is over before a device is busy.
 _TINY_PRODUCT = 5e6
+# Operations that ran less often are not worth to be put together.
+_OFTEN = 20
+# Of the roofline, what a product of a good size reaches.
+_GOOD = 0.6
 # Bytes of an operation below which its time is that of starting it.
 _LITTLE_DATA = 1 << 16
 # Between two operations of one program XLA takes up to this (0.08 to 0.16 µs were measured on a CPU, recorded): it is
@@ -109,8 +114,6 @@ def recompilation(profile: Profile) -> Bottleneck | None:
 
 def _idle(profile: Profile) -> float:
     """The part of the time in which devices waited for the host, and not for a compiler or between operations."""
-    if "busy_seconds" in profile.reasons:
-        return 0.0  # devices may have worked without a trace of it
     between = profile.events / profile.devices * _BETWEEN_OPERATIONS / profile.wall_seconds
     return max(0.0, (profile.idle_share or 0.0) - _compiling(profile) - between)
 
@@ -128,8 +131,11 @@ def _starts_tiny(profile: Profile) -> bool:
 def idle(profile: Profile) -> Bottleneck | None:
     """Devices that wait for the host: for input, for Python."""
     part = _idle(profile) - _runs(profile) / profile.devices * _START / profile.wall_seconds
-    # Where operations are programs of their own, the time between them is part of what `unfused` says.
-    if part < _IDLE or not profile.events or _starts_tiny(profile) or unfused(profile) is not None:
+    if part < _IDLE or not profile.events or _starts_tiny(profile):
+        return None
+    # Where operations are programs of their own, the time between them is part of what `unfused` says; and where large
+    # arrays are copied, their memory is handed out and taken back meanwhile.
+    if unfused(profile) is not None or _copied(profile)[1] > part:
         return None
     return Bottleneck(
         "idle",
@@ -181,9 +187,14 @@ def unfused(profile: Profile) -> Bottleneck | None:
     part = _spent(profile, alone)
     if len(names) < 3 or part < _UNFUSED or not runs or sum(one.bytes for one in alone) / runs < _LITTLE_DATA:
         return None
-    # In one program the chain reads and writes once, and is started once.
+    # In one program the chain reads and writes once, is started once, and what lies between needs no memory. A
+    # reduction has to end before what takes its result begins: the array is read once more for each.
     chain = len({one.program for one in alone})
-    gain = (part + _idle(profile)) * (1 - 1 / chain)
+    per_call = sum(one.bytes / one.count for one in alone)
+    array = max(one.bytes / one.count for one in alone) / 2
+    reductions = sum("reduce" in one.path.rpartition("/")[2] for one in alone)
+    left = min(1.0, max(1 / chain, (2 + reductions) * array / per_call))
+    gain = (part + _idle(profile)) * (1 - left)
     return Bottleneck(
         "unfused",
         f"{chain} operations that each read and write whole arrays took {_percent(part)} of the time: "
@@ -199,39 +210,76 @@ def small_products(profile: Profile) -> Bottleneck | None:
     if not profile.peak_flops or not profile.peak_bandwidth:
         return None
     peak, bandwidth = profile.peak_flops, profile.peak_bandwidth
-    slow = []
-    saved = 0.0
+    groups: dict[tuple[str, int], list[Operation]] = {}
     for one in profile.operations:
-        if not one.flops or one.count < 20 * profile.devices or one.flops / one.count > _TINY_PRODUCT:
-            continue
-        # Half of the roofline is what a product of a good size reaches.
-        good = 2 * max(one.flops / peak, one.bytes / bandwidth)
-        if one.seconds > 3 * good:
-            slow.append(one)
-            saved += one.seconds - good
+        if (
+            one.products >= _OFTEN * profile.devices
+            and one.flops / one.products <= _TINY_PRODUCT
+            and one.flops  # known
+        ):
+            groups.setdefault((one.program, one.count), []).append(one)
+    slow: list[Operation] = []
+    saved = 0.0
+    waiting = {(one.program, one.count) for one in _callbacks(profile)}
+    for (program, count), products in groups.items():
+        if (program, count) in waiting:
+            continue  # it is Python that they wait for
+        # What runs once for each product and moves little (a loop's counter, slices, copies) runs less often with them.
+        others = sum(
+            one.seconds
+            for one in profile.operations
+            if (one.program, one.count) == (program, count)
+            and not one.flops
+            and one.kind in ("compute", "copy")
+            and one.bytes / count < _LITTLE_DATA
+        )
+        # As one product they would read once what they now read each time, and have a good product's rate.
+        good = sum(max(one.flops / peak, (one.bytes - one.reread) / bandwidth) for one in products) / _GOOD
+        spent = sum(one.seconds for one in products) + others
+        if spent > 3 * good:
+            slow += products
+            saved += spent - good
     device_time = profile.devices * profile.wall_seconds
     part = _spent(profile, slow)
     if saved / device_time < _SMALL:
         return None
-    # What runs once for each product and moves next to nothing (a loop's counter, a copy) runs less often with them.
-    loops = {(one.program, one.count) for one in slow}
-    with_others = sum(
-        one.seconds
-        for one in profile.operations
-        if not one.flops
-        and one.kind in ("compute", "copy")
-        and (one.program, one.count) in loops
-        and one.bytes / one.count < _LITTLE_DATA
-    )
-    gain = (saved + with_others * saved / sum(one.seconds for one in slow)) / device_time
     worst = max(slow, key=lambda one: one.seconds)
+    many, size = sum(one.products for one in slow), worst.flops / worst.products / 1e3
     return Bottleneck(
         "small_products",
-        f"{sum(one.count for one in slow):,} products of about {worst.flops / worst.count / 1e3:,.0f} thousand FLOPs "
+        f"{many:,} products of about {size:,.0f} thousand FLOPs "
         f"took {_percent(part)} of the time, at {_percent(worst.flops / worst.seconds / peak)} of what the device "
         f"reaches{_from(worst)}",
         "Make fewer and larger ones: batch with jax.vmap, larger batches, heads or experts together",
         {"operations": [one.name for one in slow][:10], "part": part},
+        saved / device_time,
+    )
+
+
+def padded(profile: Profile) -> Bottleneck | None:
+    """Matrix products with sides that fill a TPU's tiles badly."""
+    if profile.platform != "tpu":  # the others' units are small beside their products
+        return None
+    products = [one for one in profile.operations if one.flops and one.tiled_flops > one.flops]
+    bandwidth = profile.peak_bandwidth or math.inf
+
+    def lost(one: Operation) -> float:
+        # Where memory sets the time, padding costs none of it.
+        return max(
+            0.0, min(one.seconds * (1 - one.flops / one.tiled_flops), one.seconds - one.bytes / bandwidth)
+        )
+
+    gain = sum(map(lost, products)) / profile.devices / profile.wall_seconds
+    if gain < _PADDED:
+        return None
+    worst = max(products, key=lost)
+    return Bottleneck(
+        "padded",
+        f"{_percent(gain)} of the time went into padding of matrices: {worst.name} has work for "
+        f"{_percent(worst.flops / worst.tiled_flops)} of the tiles that it takes{_from(worst)}",
+        "Choose sides that are multiples of 128 (widths, heads × head size, vocabulary, experts' capacity) and batches "
+        "that are multiples of 8",
+        {"operations": [one.name for one in products][:10], "part": _spent(profile, products)},
         gain,
     )
 
@@ -241,14 +289,17 @@ def _from(one: Operation) -> str:
 
 
 def float64(profile: Profile) -> Bottleneck | None:
-    """Products in float64, which devices compute at half the rate or less."""
-    wide = [one for one in profile.operations if one.dtype == "f64" and one.flops]
+    """Work in float64, at half the rate or less, on arrays of twice the bytes."""
+    wide = [one for one in profile.operations if one.dtype == "f64" and one.kind != "kernel"]
     part = _spent(profile, wide)
     if part < _WIDE:
         return None
+    products = [one for one in wide if one.flops]
+    longest = max(products or wide, key=lambda one: one.seconds)
     return Bottleneck(
         "float64",
-        f"products in float64 took {_percent(part)} of the time{_from(wide[0])}",
+        f"{'products and other ' if products else ''}operations in float64 took {_percent(part)} of the time"
+        f"{_from(longest)}",
         "Leave jax_enable_x64 off, or cast to float32: half the bytes, and at least twice the rate",
         {"operations": [one.name for one in wide][:10], "part": part},
         part / 2,
@@ -301,7 +352,7 @@ def communication(profile: Profile) -> Bottleneck | None:
 
 def callback(profile: Profile) -> Bottleneck | None:
     """Python that a compiled program calls and waits for."""
-    called = [one for one in profile.operations if one.kind == "kernel" and _CALLS_PYTHON.match(one.opcode)]
+    called = _callbacks(profile)
     part = _spent(profile, called)
     if part < _CALLBACK:
         return None
@@ -315,10 +366,13 @@ def callback(profile: Profile) -> Bottleneck | None:
     )
 
 
+def _callbacks(profile: Profile) -> list[Operation]:
+    return [one for one in profile.operations if one.kind == "kernel" and _CALLS_PYTHON.match(one.opcode)]
+
+
 def copies(profile: Profile) -> Bottleneck | None:
     """Arrays that are only copied or transposed."""
-    moved = [one for one in profile.operations if one.kind == "copy" or _only_moves(one)]
-    part = _spent(profile, moved)
+    moved, part = _copied(profile)
     if part < _COPIES:
         return None
     longest = max(moved, key=lambda one: one.seconds)
@@ -328,8 +382,14 @@ def copies(profile: Profile) -> Bottleneck | None:
         "Keep arrays in the order in which products take them (contract with jnp.einsum instead of transposing), and "
         "donate what is not needed again (jax.jit(donate_argnums=…))",
         {"operations": [one.name for one in moved][:10], "part": part},
-        part,
+        part + (_idle(profile) if part > _idle(profile) else 0.0),
     )
+
+
+def _copied(profile: Profile) -> tuple[list[Operation], float]:
+    """Operations that only move arrays, and their part of the time."""
+    moved = [one for one in profile.operations if one.kind == "copy" or _only_moves(one)]
+    return moved, _spent(profile, moved)
 
 
 def _only_moves(one: Operation) -> bool:
@@ -358,6 +418,7 @@ RULES = tuple(
         dispatch,
         unfused,
         small_products,
+        padded,
         float64,
         float32,
         communication,

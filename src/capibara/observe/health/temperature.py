@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from capibara.observe.accelerators import Nvml, said
+from capibara.hardware.accelerators import Nvml, said
 from capibara.observe.health.results import Temperature
 
 __all__ = ["ReadTemperatures", "read_temperatures"]

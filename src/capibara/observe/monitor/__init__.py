@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from capibara.observe.accelerators import DeviceReading
+from capibara.hardware.accelerators import DeviceReading
+from capibara.observe.monitor.load import MeasuredLoad
 from capibara.observe.monitor.monitor import TpuRealTimeMonitor
 from capibara.observe.monitor.rules import DEFAULT_THRESHOLDS, Alert, AlertRule, MonitorError
 from capibara.observe.monitor.sinks import CallbackSink, JsonLinesSink, LogSink, PrometheusSink, Sink
@@ -19,6 +20,7 @@ __all__ = [
     "JsonLinesSink",
     "LogSink",
     "MachineSource",
+    "MeasuredLoad",
     "MonitorError",
     "PrometheusSink",
     "Reading",

@@ -8,8 +8,12 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from capibara.config import TPUConfig
+from capibara.hardware import build_mesh
+from capibara.hardware.accelerators import DeviceReading
+from capibara.observe.monitor.load import MeasuredLoad, check_load_arguments, load_of
 from capibara.observe.monitor.rules import (
     DEFAULT_THRESHOLDS,
     Alert,
@@ -21,9 +25,13 @@ from capibara.observe.monitor.rules import (
 from capibara.observe.monitor.sinks import Sink
 from capibara.observe.monitor.sources import METRICS, MachineSource, Reading, Source
 
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
 __all__ = ["TpuRealTimeMonitor", "next_due"]
 
 _HISTORY = 1000  # alerts that are kept
+_SAMPLES = 300  # readings of devices that are kept, of which there is at most one a second
 _PATIENCE = 5.0  # seconds
 
 
@@ -88,6 +96,7 @@ class TpuRealTimeMonitor:
         self._update_lock = threading.Lock()
         self._control = threading.Lock()
         self._reading: Reading | None = None
+        self._samples: deque[tuple[float, Sequence[DeviceReading]]] = deque(maxlen=_SAMPLES)
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self.history: deque[Alert] = deque(maxlen=_HISTORY)
@@ -138,6 +147,76 @@ class TpuRealTimeMonitor:
         with self._lock:
             return [state.active for state in self._states if state.active is not None]
 
+    def load(
+        self,
+        config: TPUConfig,
+        *,
+        mesh: Mesh | None = None,
+        metric: str | None = None,
+        seconds: float = 60.0,
+    ) -> MeasuredLoad:
+        """The measured load of the devices in the rows and columns of a mesh: what ``config.detect_hotspots`` takes.
+
+        Rows are the first axis of ``config.topology``, columns the others together. A process measures its own devices;
+        those of other processes are NaN, and so are CPUs, whose devices share the machine's cores.
+
+        Args:
+          config: whose ``topology`` the devices are arranged in.
+          mesh: which device stands where. None: as :func:`capibara.hardware.build_mesh` arranges all of JAX's devices;
+            the accelerators of the machine in their order, if the machine is watched or JAX has not started.
+          metric: ``"utilization"`` or ``"memory_usage"``. None: utilization, or memory use if no device reports it;
+            ``load.metric`` says which.
+          seconds: over which the mean is taken, until now. The last 300 readings of devices are kept.
+
+        Raises:
+          MonitorError: an invalid argument, or ``config`` has another number of devices than there are.
+        """
+        check_load_arguments(config, metric, seconds)
+        if self._reading is None:
+            self._try_update()
+        with self._lock:
+            newest = self._reading
+            since = self._clock() - seconds
+            samples = [one for one in self._samples if one[0] >= since]
+        names, otherwise = self._names(config, mesh, () if newest is None else newest.devices)
+        problem = self.problems.get(type(self._source).__name__)
+        return load_of(samples, config, names, metric, otherwise if samples else problem or otherwise)
+
+    def _names(
+        self, config: TPUConfig, mesh: Mesh | None, present: Sequence[DeviceReading]
+    ) -> tuple[list[str], str]:
+        """Names of devices, row by row, and why one of them is not measured."""
+        grid = "x".join(map(str, config.mesh_shape))
+        if mesh is None and isinstance(self._source, MachineSource) and self._source.of_jax:
+            import jax
+
+            devices = jax.devices()
+            if len(devices) != config.num_chips:
+                raise MonitorError(
+                    f"config: got the topology {grid}, which is {config.num_chips} devices, but JAX has "
+                    f"{len(devices)}. Give a TPUConfig of their number, or mesh="
+                )
+            mesh = build_mesh(config.mesh_shape, config.mesh_axes or (), devices)
+        if mesh is None:
+            if len(present) != config.num_chips:
+                raise MonitorError(
+                    f"config: got the topology {grid}, which is {config.num_chips} devices, but {len(present)} "
+                    "accelerators are watched. Give a TPUConfig of their number; in a program, let JAX start its "
+                    "devices first"
+                )
+            return [one.name for one in present], ""
+        if tuple(mesh.devices.shape) != config.mesh_shape:
+            found = "x".join(map(str, mesh.devices.shape))
+            raise MonitorError(
+                f"mesh: got a mesh of {found} devices, expected {grid}, as the topology of config"
+            )
+        ordered = list(mesh.devices.flat)
+        if ordered[0].platform == "cpu":
+            otherwise = "devices that are CPUs share the machine's cores: the load of one is not known"
+        else:
+            otherwise = "it was not read in this time: it is another process's, or the monitor does not run"
+        return [f"{device.platform.upper()}_{device.id}" for device in ordered], otherwise
+
     def update(self) -> Reading:
         """Take one reading now, and compare it with the rules.
 
@@ -149,6 +228,9 @@ class TpuRealTimeMonitor:
             now = self._clock()
             with self._lock:
                 self._reading = reading
+                # A source that reads devices less often gives the same ones again.
+                if reading.devices and (not self._samples or self._samples[-1][1] is not reading.devices):
+                    self._samples.append((now, reading.devices))
                 changed = [
                     alert for state in self._states if (alert := state.update(reading, now)) is not None
                 ]

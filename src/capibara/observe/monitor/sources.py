@@ -10,6 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from capibara.hardware.accelerators import (
+    DeviceReading,
+    Nvml,
+    accelerators_present,
+    machine_accelerators,
+    said,
+)
 from capibara.hardware.telemetry import (
     CpuTimes,
     available_memory,
@@ -18,15 +25,8 @@ from capibara.hardware.telemetry import (
     host_memory,
     live_array_bytes,
 )
+from capibara.hardware.utilization import utilizations
 from capibara.jax_versions import backends_started
-from capibara.observe.accelerators import (
-    DeviceReading,
-    Nvml,
-    accelerators_present,
-    machine_accelerators,
-    said,
-    tpu_values,
-)
 from capibara.observe.health.temperature import read_temperatures
 
 __all__ = ["METRICS", "PROCESS_METRICS", "MachineSource", "Reading", "Source"]
@@ -163,6 +163,11 @@ class MachineSource:
             _Paced(devices, self._read_devices, _SLOW, _AT_MOST["devices"]),
         )
 
+    @property
+    def of_jax(self) -> bool:
+        """Whether the devices are JAX's, named by its numbers, and not those of the machine."""
+        return not self._wide and backends_started()
+
     def read(self) -> Reading:
         """The metrics now. Devices and live arrays are read once a second, or less often if that takes long."""
         at = self._clock()
@@ -256,7 +261,7 @@ class MachineSource:
 
     def _of_jax(self, local: Sequence[Any]) -> tuple[DeviceReading, ...]:
         warm = read_temperatures(local)
-        busy = self._utilizations(local)
+        busy = utilizations(local, self._nvml)
         found = []
         for place, (device, memory) in enumerate(zip(local, device_memory(local), strict=True)):
             reasons: dict[str, str] = {}
@@ -273,29 +278,6 @@ class MachineSource:
                 DeviceReading(name, device.device_kind, memory.in_use, memory.limit, share, celsius, reasons)
             )
         return tuple(found)
-
-    def _utilizations(self, local: Sequence[Any]) -> list[tuple[float | None, str]]:
-        if local[0].platform == "tpu":
-            chips, why = tpu_values("duty_cycle_pct")
-            if not chips:
-                return [(None, why)] * len(local)
-            # A chip is one device or two.
-            return [
-                (chips[min(place * len(chips) // len(local), len(chips) - 1)] / 100, "")
-                for place in range(len(local))
-            ]
-        if "nvidia" not in local[0].device_kind.lower():
-            return [(None, f"no source of utilization for {local[0].device_kind}")] * len(local)
-        found: list[tuple[float | None, str]] = []
-        for device in local:
-            try:
-                found.append((self._nvml().utilization(device), ""))
-            except ImportError as error:
-                found.append((None, f"{error}: pip install nvidia-ml-py"))
-            except Exception as error:
-                # NVMLError, and others in other versions.
-                found.append((None, said(error)))
-        return found
 
     def _nvml(self) -> Nvml:
         if self._library is None:

@@ -398,10 +398,9 @@ def _result(
     elif not ran:
         reasons.update(busy_seconds=reasons.get("flops", ""), idle_share=reasons.get("flops", ""))
     device = jax.local_devices()[0]
-    if device.platform == "cpu" and any(one.opcode == "sort" and one.count for one in operations):
-        reasons["busy_seconds"] = "at least: XLA may sort on threads that the trace does not follow"
     chip = detect_chip(device)
-    dtype = max(operations, key=lambda one: one.flops).dtype if operations else ""
+    largest = max(operations, key=lambda one: one.flops, default=None)
+    dtype = largest.dtype if largest and largest.flops else ""
     counted = what.flops and ran
     rates = _rates(device.platform, chip, dtype or "f32", reasons) if counted else (None, None)
     profile = Profile(
@@ -527,6 +526,8 @@ def _counted(
         mine = []
         for name, about in program.operations.items():
             count, spent = trace.counts.get((number, name), (0, 0.0))
+            if about.trips is not None:
+                count = min(count, about.trips * runs)  # a thread of a pool may have a span of its own for it
             if not count and not about.trips:
                 continue  # a branch that was not taken
             if count and about.flops is None and "callback" not in about.opcode:
@@ -544,6 +545,9 @@ def _counted(
                     seconds=spent / 1e9,
                     flops=(about.flops or 0) * count,
                     bytes=about.bytes * count,
+                    reread=about.reread * count,
+                    tiled_flops=about.tiled_flops * count,
+                    products=about.products * count,
                 )
             )
         operations += mine

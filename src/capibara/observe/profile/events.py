@@ -33,12 +33,14 @@ _ROW = np.dtype(
         ("duration_ps", "i8"),
         ("program", "i8"),
         ("run", "i8"),
+        ("flow", "i8"),
         ("line", "i4"),
         ("name", "i4"),
         ("op", "i4"),
         ("device", "i4"),
     ]
 )
+_MARK = np.dtype([("end_ps", "i8"), ("flow", "i8"), ("op", "i8")])
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,15 @@ class EventTable:
 
     Attributes:
       rows: ``start_ps`` (after an arbitrary point), ``duration_ps``, ``program`` (XLA's number of the module; -1: not
-        said), ``run``, ``line``, ``name``, ``op`` (a text, -1: not said), ``device`` (of a CPU).
+        said), ``run``, ``flow`` (see marks), ``line``, ``name``, ``op`` (a text, -1: not said), ``device`` (of a CPU).
+      marks: XLA on CPUs marks the ends of operations on the threads that end them. Those behind the operation's span:
+        ``end_ps``, the operation's ``flow``, ``op``.
       texts: that ``name`` and ``op`` are numbers of.
       lines: (plane, line) names.
     """
 
     rows: np.ndarray
+    marks: np.ndarray
     texts: list[str]
     lines: list[tuple[str, str]]
 
@@ -85,7 +90,7 @@ def _compiled() -> Any:
         return None
     function = library.capibara_trace_rows
     whole, place = ctypes.c_int64, ctypes.c_void_p
-    function.argtypes = (place, whole, place, whole, place, whole, place, whole, place)
+    function.argtypes = (place, whole) * 5 + (place,)
     function.restype = ctypes.c_int32
     return function
 
@@ -95,25 +100,26 @@ def _by_compiled_code(path: Path) -> EventTable:
         try:
             mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         except ValueError:  # an empty file
-            return EventTable(np.zeros(0, _ROW), [], [])
+            return EventTable(np.zeros(0, _ROW), np.zeros(0, _MARK), [], [])
     data = np.frombuffer(mapped, np.uint8)
     read = _compiled()
-    counts = np.zeros(3, np.int64)
-    fine = read(data.ctypes.data, len(data), None, 0, None, 0, None, 0, counts.ctypes.data)
+    counts = np.zeros(4, np.int64)
+    fine = read(data.ctypes.data, len(data), None, 0, None, 0, None, 0, None, 0, counts.ctypes.data)
     if not fine:
         raise ProfileError(f"{path} is not a trace of jax.profiler: it is damaged, or something else")
-    if counts[0] > _MOST_ROWS:
+    if max(counts[0], counts[3]) > _MOST_ROWS:
         raise ProfileError(f"{path} has {counts[0]:,} events, more than {_MOST_ROWS:,}: profile fewer steps")
     rows = np.empty(counts[0], _ROW)
     pieces = np.empty((counts[1], 2), np.int64)
     lines = np.empty((counts[2], 2), np.int32)
-    places = (rows, pieces, lines)
+    marks = np.empty(counts[3], _MARK)
+    places = (rows, pieces, lines, marks)
     arguments = [part for one in places for part in (one.ctypes.data, len(one))]
     read(data.ctypes.data, len(data), *arguments, counts.ctypes.data)
     texts = [bytes(data[at : at + length]).decode(errors="replace") for at, length in pieces.tolist()]
     if hasattr(mapped, "madvise"):
         mapped.madvise(mmap.MADV_DONTNEED)  # the rows are enough; what follows takes as much memory again
-    return EventTable(rows, texts, [(texts[plane], texts[name]) for plane, name in lines.tolist()])
+    return EventTable(rows, marks, texts, [(texts[plane], texts[name]) for plane, name in lines.tolist()])
 
 
 def _by_profile_data(path: Path) -> EventTable:
@@ -125,7 +131,7 @@ def _by_profile_data(path: Path) -> EventTable:
         raise ProfileError(f"{path} is not a trace of jax.profiler: {error}") from error
     numbers: dict[str, int] = {}
     lines: list[tuple[str, str]] = []
-    rows = []
+    rows, marks = [], []
     with warnings.catch_warnings():
         # On Python 3.13 the iterators of jax.profiler warn that they do not say their module.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -133,21 +139,30 @@ def _by_profile_data(path: Path) -> EventTable:
             every = plane.name.startswith("/device:TPU:")
             for line in plane.lines:
                 lines.append((plane.name, line.name))
+                flow_before, end_before = 0, 0
                 for event in line.events:
                     stats = dict(event.stats)
-                    if not every and "hlo_op" not in stats:
-                        continue
+                    start, duration = round(event.start_ns * 1000), round(event.duration_ns * 1000)
+                    flow = int(stats.get("_c", stats.get("_p", 0)))
                     op = stats.get("hlo_op")
+                    if op is None and not every:
+                        op = event.name[5:] if event.name.startswith("end: ") else ""
+                        # Most stand within the operation's span, and say nothing new.
+                        if op and flow and not (flow == flow_before and start <= end_before):
+                            marks.append((start, flow, numbers.setdefault(op, len(numbers))))
+                        continue
+                    flow_before, end_before = flow, start + duration
                     rows.append(
                         (
-                            round(event.start_ns * 1000),
-                            round(event.duration_ns * 1000),
+                            start,
+                            duration,
                             int(stats.get("program_id", -1)),
                             int(stats.get("run_id", stats.get("correlation_id", 0))),
+                            flow,
                             len(lines) - 1,
                             numbers.setdefault(event.name, len(numbers)),
                             -1 if op is None else numbers.setdefault(str(op), len(numbers)),
                             int(stats.get("device_ordinal", 0)),
                         )
                     )
-    return EventTable(np.array(rows, _ROW), list(numbers), lines)
+    return EventTable(np.array(rows, _ROW), np.array(marks, _MARK), list(numbers), lines)

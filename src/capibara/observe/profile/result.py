@@ -40,11 +40,14 @@ class Operation:
       opcode: what XLA calls it (``"fusion"``, ``"all-reduce"``).
       path: where it comes from in the JAX program (``"jit(step)/while/body/dot_general"``), or empty.
       source: the source line that it comes from (``"model.py:31"``), or empty.
-      dtype: element type of the operands of its largest matrix product, or empty.
+      dtype: element type of the operands of its largest matrix product; without one, of its (first) result.
       count: how often it ran.
       seconds: time between its beginnings and ends, summed.
       flops: of its matrix products and convolutions, over all runs.
       bytes: read from and written to memory, over all runs, as its operands and results say.
+      reread: those of them that are read from arrays which are the same in each turn of a loop.
+      products: matrix products and convolutions, over all runs.
+      tiled_flops: FLOPs were its products' sides multiples of a TPU's tiles: what its matrix units are at work for.
     """
 
     program: str
@@ -58,6 +61,9 @@ class Operation:
     seconds: float
     flops: int
     bytes: int
+    reread: int = 0
+    tiled_flops: int = 0
+    products: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Run a Python script under the profiler: ``python -m capibara.observe.profile.run FOLDER SCRIPT …``.
+"""Run a Python script under the profiler: ``python -m capibara.observe.profile.run FOLDER [--change=JSON] SCRIPT …``.
 
 The profile begins when the script compiles its first program: before that, it may still choose its devices.
 """
@@ -10,14 +10,19 @@ import os
 import runpy
 import sys
 import traceback
+import types
 from pathlib import Path
 from typing import Any, NoReturn
 
 from capibara.jax_versions import backends_started, loaded_programs
 from capibara.observe.errors import ProfileError
 from capibara.observe.profile.capture import Capture, capture
+from capibara.observe.profile.changes import Change, compile_with_jit, install, wrap
 
-__all__ = ["run_profiled"]
+__all__ = ["NOTES", "run_profiled"]
+
+# What became of a change, a line each.
+NOTES = "changes.txt"
 
 
 class _FromFirstProgram:
@@ -41,8 +46,12 @@ class _FromFirstProgram:
             )
 
 
-def run_profiled(folder: Path, arguments: list[str]) -> int:
+def run_profiled(folder: Path, arguments: list[str], change: Change | None = None) -> int:
     """Run ``SCRIPT …`` or ``-m MODULE …`` in this process as ``__main__``, and write its profile into a folder.
+
+    Args:
+      folder: for the trace, the programs, ``profile.json``; and, with a change, :data:`NOTES`.
+      arguments: the command. change: made to it.
 
     Returns:
       The script's exit code; 1 if it succeeded and ran no compiled program.
@@ -58,6 +67,8 @@ def run_profiled(folder: Path, arguments: list[str]) -> int:
     watch = _FromFirstProgram(Path(script).name, folder)
     jax.monitoring.register_event_duration_secs_listener(watch.event)
     code, process = 0, os.getpid()
+    if change is not None:
+        install(change)
     # The script's names are kept until the profile has ended: what they hold is part of it.
     kept: dict[str, Any] = {}
     with watch.stack:
@@ -66,7 +77,7 @@ def run_profiled(folder: Path, arguments: list[str]) -> int:
                 kept = runpy.run_module(script, run_name="__main__", alter_sys=True)
             else:
                 sys.path[0] = str(Path(script).resolve().parent)
-                kept = runpy.run_path(script, run_name="__main__")
+                kept = _run_script(script, folder, change)
         except SystemExit as end:
             if isinstance(end.code, str):
                 print(end.code, file=sys.stderr)
@@ -90,6 +101,23 @@ def run_profiled(folder: Path, arguments: list[str]) -> int:
     return code
 
 
+def _run_script(script: str, folder: Path, change: Change | None) -> dict[str, Any]:
+    if change is None or change.kind != "jit":
+        return runpy.run_path(script, run_name="__main__")
+
+    def note(words: str) -> None:
+        with (folder / NOTES).open("a") as notes:
+            notes.write(words + "\n")
+
+    code = compile_with_jit(Path(script), change.lines, note)
+    module = types.ModuleType("__main__")
+    module.__file__ = script
+    vars(module).update(wrap(note))
+    sys.modules["__main__"] = module
+    exec(code, vars(module))
+    return vars(module)
+
+
 def _leave(code: int) -> NoReturn:
     """End a process that the script forked: an exit would wait for threads of the tracer and XLA that are not there."""
     with contextlib.suppress(OSError, ValueError):
@@ -100,7 +128,10 @@ def _leave(code: int) -> NoReturn:
 
 if __name__ == "__main__":
     try:
-        sys.exit(run_profiled(Path(sys.argv[1]), sys.argv[2:]))
+        chosen, rest = None, sys.argv[2:]
+        if rest[0].startswith("--change="):
+            chosen, rest = Change.from_json(rest[0].partition("=")[2]), rest[1:]
+        sys.exit(run_profiled(Path(sys.argv[1]), rest, chosen))
     except ProfileError as error:
         print(f"capibara profile: {error}", file=sys.stderr)
         sys.exit(1)

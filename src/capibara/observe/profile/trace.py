@@ -100,6 +100,7 @@ def read_trace(
       ProfileError: the file is none, or too large.
     """
     table = read_events(path)
+    longer = _end(table.rows, table.marks)
     rows, began = _unmarked(table)
     rows = _placed(table, rows)
     # Runs are counted of programs that are not known, too.
@@ -126,6 +127,8 @@ def read_trace(
         kinds[place] = 0 if kind is None else 1 + KINDS.index(kind)
     kind_of = kinds[pair_of]
     times = np.bincount(pair_of, weights=rows["duration_ps"], minlength=len(pairs)) / 1000
+    for pair, spent in _united(rows, pair_of, np.flatnonzero(np.isin(rows["op"], longer))).items():
+        times[pair] = spent / 1000
     counts = np.bincount(pair_of, minlength=len(pairs))
     trace.counts = {
         names[place]: (int(counts[place]), float(times[place])) for place in np.flatnonzero(kinds).tolist()
@@ -251,6 +254,46 @@ def _placed(table: EventTable, rows: np.ndarray) -> np.ndarray:
             for plane in np.unique(plane_of[tpu])
         ]
     return np.concatenate(kept)
+
+
+def _end(rows: np.ndarray, marks: np.ndarray, step: int = 1 << 20) -> np.ndarray:
+    """Make operations as long as they took; the names of those that were made longer.
+
+    XLA on CPUs gives large operations to a pool of threads, and the span ends when they are given away: a mark on
+    another thread has the end. It is set after the end was told, and so may be late where threads wait for processors.
+    """
+    if not len(marks):
+        return np.zeros(0, np.int32)
+    marks = marks[np.argsort(marks["flow"], kind="stable")]
+    longer = np.zeros(len(rows), bool)
+    for begin in range(
+        0, len(rows), step
+    ):  # what is computed for all of millions at once takes as much again
+        part = rows[begin : begin + step]
+        at = np.minimum(np.searchsorted(marks["flow"], part["flow"]), len(marks) - 1)
+        lengths = marks["end_ps"][at] - part["start_ps"]
+        found = (marks["flow"][at] == part["flow"]) & (marks["op"][at] == part["op"])
+        found &= lengths > part["duration_ps"]
+        part["duration_ps"][found] = lengths[found]
+        longer[begin : begin + step] = found
+    return np.unique(rows["op"][longer])
+
+
+def _united(rows: np.ndarray, pair_of: np.ndarray, mine: np.ndarray) -> dict[int, int]:
+    """Picoseconds of the union of the spans of some rows on each device, summed over devices, by pair.
+
+    Threads of a pool have spans of their own for a part of an operation, and one whose mark is late lies over the next.
+    """
+    mine = mine[np.lexsort((rows["device"][mine], pair_of[mine]))]
+    pairs, devices = pair_of[mine], rows["device"][mine]
+    borders = np.flatnonzero((np.diff(pairs) != 0) | (np.diff(devices) != 0)) + 1
+    found: dict[int, int] = {}
+    for group in np.split(mine, borders):
+        if len(group):
+            pair = int(pair_of[group[0]])
+            spent = covered(rows["start_ps"][group], rows["duration_ps"][group])
+            found[pair] = found.get(pair, 0) + spent
+    return found
 
 
 def _short_names(table: EventTable) -> np.ndarray:

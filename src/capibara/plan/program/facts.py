@@ -109,7 +109,11 @@ class OperationFacts:
       trips: how often it runs in one execution of the program; None where data say (branches, loops).
       flops: of one run; None if unknown.
       bytes: moved in one run; of a collective, its array.
-      dtype: element type of the operands of its largest matrix product, or empty.
+      dtype: element type of the operands of its largest matrix product; without one, of its (first) result.
+      reread: those of ``bytes`` that are read from arrays which are the same in each turn of the loop that it is in.
+      products: matrix products and convolutions in one run, at least 1 if it has ``flops``: more in a loop that XLA
+        made one kernel of.
+      tiled_flops: FLOPs were each product's sides multiples of a TPU's tiles (:func:`tiled_flops`).
     """
 
     name: str
@@ -120,6 +124,9 @@ class OperationFacts:
     flops: int | None
     bytes: int
     dtype: str = ""
+    reread: int = 0
+    tiled_flops: int = 0
+    products: int = 0
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,11 @@ from capibara.plan.errors import PlanError
 from capibara.plan.program.shapes import ArrayShape
 from capibara.plan.program.text import Computation, Instruction
 
-__all__ = ["instruction_flops", "real_taps"]
+__all__ = ["instruction_flops", "real_taps", "tiled_flops"]
 
 _MOST_TAPS = 20_000_000
+# A TPU's matrix unit holds 128 × 128 weights, through which rows go in eights.
+_TILE, _ROWS = 128, 8
 
 
 @lru_cache(maxsize=50_000)
@@ -70,6 +72,55 @@ def instruction_flops(instruction: Instruction, computation: Computation) -> int
     # A multiply-add of complex numbers is four of real ones.
     times = 4 if any(shape.dtype in ("c64", "c128") for shape in instruction.shapes) else 1
     return times * count(instruction, computation)
+
+
+def tiled_flops(instruction: Instruction, computation: Computation) -> int:
+    """Floating-point operations of a ``dot`` or ``convolution`` were its sides multiples of a TPU's tiles.
+
+    The matrix unit multiplies rows by tiles of 128 × 128 (``_TILE``); what is missing to a whole tile is padding, which
+    takes as long as data. Of the two sides that may be rows, the one that wastes less is taken for them.
+    """
+    flops = instruction_flops(instruction, computation)
+    if not flops:
+        return 0
+    rows, columns, depth = (_dot_sides if instruction.opcode == "dot" else _convolution_sides)(
+        instruction, computation
+    )
+    if min(rows, columns, depth) <= 0:
+        return flops
+
+    def waste(rows: int, columns: int) -> float:
+        return _up(rows, _ROWS) / rows * _up(columns, _TILE) / columns
+
+    return round(flops * min(waste(rows, columns), waste(columns, rows)) * _up(depth, _TILE) / depth)
+
+
+def _up(size: int, tile: int) -> int:
+    return -(-size // tile) * tile
+
+
+def _dot_sides(instruction: Instruction, computation: Computation) -> tuple[int, int, int]:
+    left = operand_shape(instruction, computation, 0)
+    right = operand_shape(instruction, computation, 1)
+    parts = [
+        _indices(instruction.attribute(f"{side}_{kind}_dims"))
+        for kind in ("batch", "contracting")
+        for side in ("lhs", "rhs")
+    ]
+    batch, right_batch, contracted, right_contracted = parts
+    return (
+        math.prod(size for i, size in enumerate(left.dims) if i not in batch + contracted),
+        math.prod(size for i, size in enumerate(right.dims) if i not in right_batch + right_contracted),
+        math.prod(size for i, size in enumerate(left.dims) if i in contracted),
+    )
+
+
+def _convolution_sides(instruction: Instruction, computation: Computation) -> tuple[int, int, int]:
+    _, kernel_labels, labels = re.split("_|->", instruction.attribute("dim_labels"))
+    kernel = dict(zip(kernel_labels, operand_shape(instruction, computation, 1).dims, strict=True))
+    result = dict(zip(labels, instruction.shapes[0].dims, strict=True))
+    spatial = math.prod(size for label, size in result.items() if label.isdigit())
+    return result["b"] * spatial, result["f"], kernel["i"]
 
 
 def operand_shape(instruction: Instruction, computation: Computation, number: int) -> ArrayShape:

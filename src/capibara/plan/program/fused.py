@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from capibara.compilation.collectives import COLLECTIVES
-from capibara.plan.program.flops import instruction_flops, operand_shape
+from capibara.plan.program.flops import instruction_flops, operand_shape, tiled_flops
 from capibara.plan.program.kernels import NOTES, custom_call_target
 from capibara.plan.program.text import Computation, Instruction, Module
 
@@ -21,7 +21,7 @@ class Fused:
     """Sum of a fused computation and those inside it.
 
     Attributes:
-      flops: of matrix products and convolutions.
+      flops: of matrix products and convolutions. tiled: those that a TPU's tiles take.
       largest: those of the largest of them.
       dtype: element type of its operands.
       exchange: a collective, with the computation that contains it.
@@ -31,6 +31,7 @@ class Fused:
     """
 
     flops: int = 0
+    tiled: int = 0
     largest: int = 0
     dtype: str = ""
     exchange: tuple[Instruction, Computation] | None = None
@@ -65,6 +66,7 @@ class FusedComputations:
             elif opcode in ("convolution", "dot"):
                 flops = instruction_flops(instruction, computation)
                 out.flops += flops
+                out.tiled += tiled_flops(instruction, computation)
                 if flops > out.largest:
                     out.largest, out.dtype = flops, operand_shape(instruction, computation, 0).dtype
             elif opcode in COLLECTIVES or opcode in STARTS:
@@ -82,6 +84,7 @@ class FusedComputations:
     @staticmethod
     def _add(out: Fused, inner: Fused) -> None:
         out.flops += inner.flops
+        out.tiled += inner.tiled
         if inner.largest > out.largest:
             out.largest, out.dtype = inner.largest, inner.dtype
         out.exchange = out.exchange or inner.exchange

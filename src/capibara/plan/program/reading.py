@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from capibara.plan.errors import PlanError
 from capibara.plan.program.facts import Collective, Kernel, OperationFacts, Piece, ProgramFacts
-from capibara.plan.program.flops import instruction_flops, operand_shape
+from capibara.plan.program.flops import instruction_flops, operand_shape, tiled_flops
 from capibara.plan.program.fused import COLLECTIVES, DONES, STARTS, Fused, FusedComputations
 from capibara.plan.program.groups import groups_text, parse_groups, parse_pairs
 from capibara.plan.program.kernels import (
@@ -21,7 +22,7 @@ from capibara.plan.program.kernels import (
 )
 from capibara.plan.program.loops import Look, Loop
 from capibara.plan.program.text import Computation, Instruction, Module, parse_module
-from capibara.plan.program.traffic import moved_bytes
+from capibara.plan.program.traffic import moved_bytes, reread_bytes, unchanged
 
 __all__ = ["read_operations", "read_program"]
 
@@ -137,6 +138,9 @@ class _Walk:
         flops: int | None,
         moved: int,
         dtype: str = "",
+        reread: int = 0,
+        tiled: int = 0,
+        products: int = 1,
     ) -> None:
         """Note an operation under the name that it has in a trace. A computation may be called in several places."""
         before = self.found.get(instruction.name)
@@ -144,7 +148,17 @@ class _Walk:
         if before is not None and sure is not None and before.trips is not None:
             sure += before.trips
         self.found[instruction.name] = OperationFacts(
-            instruction.name, kind, opcode, instruction.op_name, sure, flops, moved, dtype
+            instruction.name,
+            kind,
+            opcode,
+            instruction.op_name,
+            sure,
+            flops,
+            moved,
+            dtype or (instruction.shapes[0].dtype if instruction.shapes else ""),
+            reread,
+            tiled,
+            products if flops else 0,
         )
 
     def apart(self) -> _Walk:
@@ -159,13 +173,13 @@ class _Walk:
         )
 
     def computation(
-        self, computation: Computation, trips: int, outer: Look | None, depth: int
+        self, computation: Computation, trips: int, outer: Look | None, depth: int, turns: int = 1
     ) -> tuple[tuple[Any, ...], int]:
         """Walk one computation that runs ``trips`` times; the events and cycles of one run."""
         if depth > _DEPTH:
             raise PlanError(f"the program's computations call one another more than {_DEPTH} deep")
         self.spend(10)
-        return _Line(self, computation, trips, outer, depth).run()
+        return _Line(self, computation, trips, outer, depth, turns).run()
 
     def groups(self, instruction: Instruction) -> tuple[tuple[int, ...], ...]:
         text = instruction.attribute("source_target_pairs")
@@ -189,8 +203,9 @@ class _Line:
     """One computation on its way through the schedule."""
 
     def __init__(
-        self, walk: _Walk, computation: Computation, trips: int, outer: Look | None, depth: int
+        self, walk: _Walk, computation: Computation, trips: int, outer: Look | None, depth: int, turns: int
     ) -> None:
+        self.turns = turns  # of the loop that this is the body of
         self.walk = walk
         self.computation = computation
         self.trips = trips
@@ -200,6 +215,15 @@ class _Line:
         self.cycles = 0
         self.open: dict[str, tuple[int, int]] = {}  # asynchronous collective → (index, cycles when it began)
         self.copies: dict[str, int] = {}
+
+    @cached_property
+    def same(self) -> dict[str, int]:
+        """Values that come from arrays which are the same in each turn, if this is a loop's body."""
+        return unchanged(self.computation, self.walk.module) if self.turns > 1 else {}
+
+    def reread(self, instruction: Instruction) -> int:
+        """Bytes of an operation that another turn of the loop reads, too."""
+        return reread_bytes(instruction, self.computation, self.walk.module, self.same, self.turns)
 
     def run(self) -> tuple[tuple[Any, ...], int]:
         """Events of one run, and its cycles."""
@@ -279,7 +303,9 @@ class _Line:
         if self.trips * turns > _MOST_TRIPS:
             raise PlanError(f"the loop {instruction.name} runs {self.trips * turns:.3g} times, beyond reason")
         self.walk.unsure += unsure
-        events, cycles = self.walk.computation(loop.body, self.trips * turns, loop.constant, self.depth + 1)
+        events, cycles = self.walk.computation(
+            loop.body, self.trips * turns, loop.constant, self.depth + 1, turns
+        )
         self.walk.unsure -= unsure
         self.cycles += cycles * turns
         if events:
@@ -323,12 +349,24 @@ class _Line:
         called = self.walk.module.computations.get(name)
         if called is None:
             return
-        inside = self.walk.apart()
+        inside = replace(self.walk.apart(), as_run=True)
         inside.computation(called, 1, None, self.depth + 1)
         # Loops as long as their data say: their work is not known, unless there is none to count.
         flops = None if inside.unknown and inside.work[1] else inside.work[1]
         dtype = max(inside.pieces, key=lambda piece: piece.flops).dtype if inside.pieces else ""
-        self.walk.add(instruction, "compute", "call", self.trips, flops, inside.work[2], dtype)
+        products = [one for one in inside.found.values() if one.flops]
+        self.walk.add(
+            instruction,
+            "compute",
+            "call",
+            self.trips,
+            flops,
+            inside.work[2],
+            dtype,
+            sum(one.reread * (one.trips or 1) for one in inside.found.values()),
+            sum(one.tiled_flops * (one.trips or 1) for one in products),
+            sum(one.products * (one.trips or 1) for one in products),
+        )
 
     def async_start(self, instruction: Instruction) -> None:
         """A wrapped operation: ``async-start``, or ``call-start`` on a core of its own for exchanges (TPU7x)."""
@@ -449,10 +487,18 @@ class _Line:
                 dtype=dtype,
             )
         )
-        copies = instruction.opcode.startswith("copy")
-        self.walk.add(
-            instruction, "copy" if copies else "compute", instruction.opcode, self.trips, flops, moved, dtype
-        )
+        if self.walk.as_run:
+            self.walk.add(
+                instruction,
+                "copy" if instruction.opcode.startswith("copy") else "compute",
+                instruction.opcode,
+                self.trips,
+                flops,
+                moved,
+                dtype,
+                min(moved, self.reread(instruction)),
+                inside.tiled if inside else tiled_flops(instruction, self.computation),
+            )
         self.cycles += cycles or 0
         self.walk.work[0] += (cycles or 0) * self.trips
         self.walk.work[1] += flops * self.trips

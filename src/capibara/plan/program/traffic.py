@@ -7,13 +7,16 @@ loop over stacked layers counts each layer once.
 
 from __future__ import annotations
 
+import re
+
 from capibara.plan.program.shapes import HBM, HOST, ArrayShape
 from capibara.plan.program.text import Computation, Instruction, Module
 
-__all__ = ["moved_bytes"]
+__all__ = ["moved_bytes", "reread_bytes", "unchanged"]
 
 _SLICING = {"dynamic-slice", "slice", "gather"}
 _VIEW = {"bitcast", "reshape", "convert", "copy", "transpose"}
+_NEW_EACH_TIME = {"rng", "rng-bit-generator", "custom-call", "infeed", "recv", "recv-done"}
 _DEPTH = 20
 
 
@@ -56,6 +59,83 @@ def moved_bytes(instruction: Instruction, computation: Computation, module: Modu
     if written and inner is not None and inner.root is not None:
         written = min(written, _written(inner, inner.root, 0))
     return (total + written, host)
+
+
+def unchanged(body: Computation, module: Module) -> dict[str, int]:
+    """Values in a loop's body that come from arrays which are the same in each turn, and the bytes of these arrays.
+
+    The arrays are constants and the parts of the loop's state that it hands on. What is computed of them alone is the
+    same each time; what is sliced from one at a place that changes is another part of the same bytes.
+    """
+    root = body.root
+    if root is None or root.opcode != "tuple":
+        return {}
+    kept = {
+        index
+        for index, name in enumerate(root.operands)
+        if (value := body.by_name.get(name)) is not None and _part_of_state(value, body) == index
+    }
+    found: dict[str, int] = {}
+    for one in body.instructions:
+        part = _part_of_state(one, body)
+        if part in kept if part is not None else one.opcode in ("constant", "iota"):
+            found[one.name] = _size(one.shapes, HBM)
+        elif one.operands and one.opcode not in _NEW_EACH_TIME:
+            from_same = [name for name in one.operands if name in found]
+            if len(from_same) == len(one.operands) or (from_same and _only_slices(one, body, module, found)):
+                found[one.name] = sum(found[name] for name in set(from_same))
+    return found
+
+
+def _only_slices(one: Instruction, body: Computation, module: Module, same: dict[str, int]) -> bool:
+    """Whether all that an operation takes beside parts of arrays in ``same`` are single numbers, as their places."""
+    others = [body.by_name.get(name) for name in one.operands if name not in same]
+    if any(other is None or any(shape.elements > 1 for shape in other.shapes) for other in others):
+        return False
+    if one.opcode in _SLICING:
+        return True
+    inner = _fused(one, module)
+    if inner is None:
+        return False
+    parameters = [inner.parameters.get(place) for place, name in enumerate(one.operands) if name in same]
+    return all(p is not None and _read(inner, p, module, 0) is not None for p in parameters)
+
+
+def _part_of_state(value: Instruction, body: Computation) -> int | None:
+    if value.opcode != "get-tuple-element" or not value.operands:
+        return None
+    source = body.by_name.get(value.operands[0])
+    index = re.search(r"index=(\d{1,8})", value.head)
+    return int(index[1]) if index and source is not None and source.opcode == "parameter" else None
+
+
+def reread_bytes(
+    instruction: Instruction, computation: Computation, module: Module, same: dict[str, int], turns: int
+) -> int:
+    """Bytes that an operation moves in a turn of a loop and that another turn moves, too.
+
+    Args:
+      same: of the loop's body, see :func:`unchanged`. turns: of the loop.
+    """
+    opcode = instruction.opcode
+    if opcode in ("dynamic-update-slice", "scatter"):
+        return 0
+    total = 0
+    inner = _fused(instruction, module)
+    for number, name in enumerate(instruction.operands):
+        source = computation.by_name.get(name)
+        if name not in same or source is None:
+            continue
+        read = _size(source.shapes, HBM)
+        if opcode in _SLICING:
+            read = min(read, _size(instruction.shapes, HBM)) if number == 0 else 0
+        elif inner is not None and (parameter := inner.parameters.get(number)) is not None:
+            part = _read(inner, parameter, module, 0)
+            read = read if part is None else min(part, read)
+        total += max(0, read - same[name] // turns)
+    if instruction.name in same:
+        total += max(0, _size(instruction.shapes, HBM) - same[instruction.name] // turns)
+    return total
 
 
 def _as(shapes: tuple[ArrayShape, ...], space: int) -> int:

@@ -1,0 +1,262 @@
+"""Try the remedies of bottlenecks on a script, and measure what they save."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from capibara.errors import CapibaraError
+from capibara.files import read_bounded
+from capibara.observe.bottlenecks.analysis import find_bottlenecks
+from capibara.observe.bottlenecks.finding import Bottleneck
+from capibara.observe.profile import Operation, Profile
+from capibara.observe.profile.changes import Change
+from capibara.observe.profile.run import NOTES
+
+__all__ = ["Remedy", "Tried", "choose_remedies", "try_remedies"]
+
+_MOST_PROFILE = 512 * 2**20
+_MOST_NOTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """What can be done about a bottleneck without changing the script.
+
+    Attributes:
+      description: what is done.
+      change: put into the process that runs the script, if any.
+      environment: variables for it.
+      before: whether it must run once before it is measured.
+    """
+
+    description: str
+    change: Change | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    before: bool = False
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A remedy, and what it saved.
+
+    Attributes:
+      kind: the bottleneck's.
+      description: what was done.
+      before: seconds of the profiled region, median. after: likewise. Without those of tracing and compiling, unless
+        these are what the remedy is for.
+      predicted_gain: the part of that time that was predicted to be saved.
+      same_output: whether the script printed the same.
+      notes: what became of it.
+    """
+
+    kind: str
+    description: str
+    before: float | None
+    after: float | None
+    predicted_gain: float
+    same_output: bool | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def gain(self) -> float | None:
+        """The part of the time that was saved; negative if it took longer."""
+        return None if self.before is None or self.after is None else 1 - self.after / self.before
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {**asdict(self), "gain": self.gain}
+
+    def __str__(self) -> str:
+        if self.gain is None:
+            lines = [f"  {self.kind}: {self.description}"]
+        else:
+            before, after = (f"{1e3 * (seconds or 0):,.1f} ms" for seconds in (self.before, self.after))
+            saved = f"{abs(100 * self.gain):.0f} % {'saved' if self.gain >= 0 else 'lost'}"
+            output = "the output was the same" if self.same_output else "the output was another"
+            lines = [
+                f"  {self.kind}: {self.description}: {before} → {after}, {saved} "
+                f"({100 * self.predicted_gain:.0f} % predicted); {output}"
+            ]
+        return "\n".join([*lines, *(f"    {note}" for note in self.notes)])
+
+
+def choose_remedies(
+    profile: Profile, bottleneck: Bottleneck, script: Path | None, cache: Path
+) -> list[Remedy]:
+    """What can be tried about a bottleneck; nothing where only the script's author can do it.
+
+    Args:
+      profile: in which it was found.
+      script: the file that was run, or None (``-m``).
+      cache: a folder for programs that are kept.
+    """
+    kind = bottleneck.kind
+    if kind == "recompilation":
+        keep = {
+            "JAX_COMPILATION_CACHE_DIR": str(cache),
+            "JAX_ENABLE_COMPILATION_CACHE": "true",
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        found = [Remedy("programs are kept (JAX_COMPILATION_CACHE_DIR)", environment=keep, before=True)]
+        if bottleneck.evidence.get("same_name"):
+            found.append(Remedy("each function is jitted once", Change("jit_once")))
+        return found
+    if kind == "float64":
+        return [Remedy("jax_enable_x64 is off", Change("x64_off"))]
+    if kind == "float32":
+        return [
+            Remedy(
+                "products in bfloat16 (JAX_DEFAULT_MATMUL_PRECISION=bfloat16)",
+                environment={"JAX_DEFAULT_MATMUL_PRECISION": "bfloat16"},
+            )
+        ]
+    if kind == "callback":
+        return [Remedy("jax.debug.print and jax.debug.callback do nothing", Change("no_debug_callbacks"))]
+    if kind in ("dispatch", "unfused") and script is not None:
+        lines = _eager_lines(profile, set(bottleneck.evidence.get("programs", ())), script)
+        if lines:
+            where = ", ".join(map(str, lines))
+            return [Remedy(f"the functions around lines {where} are under jax.jit", Change("jit", lines))]
+    return []
+
+
+def _eager_lines(profile: Profile, programs: set[str], script: Path, most: int = 8) -> tuple[int, ...]:
+    """Lines of the script that started most operations of some programs."""
+    counts: dict[int, int] = {}
+    for one in profile.operations:
+        if one.program in programs and (line := _line(one, script)):
+            counts[line] = counts.get(line, 0) + one.count
+    whole = sum(counts.values())
+    often = sorted((line for line in counts if counts[line] >= 0.05 * whole), key=lambda line: -counts[line])
+    return tuple(sorted(often[:most]))
+
+
+def _line(one: Operation, script: Path) -> int:
+    file, _, line = one.source.rpartition(":")
+    return int(line) if file and line.isdigit() and Path(file).resolve() == script.resolve() else 0
+
+
+def try_remedies(
+    command: Sequence[str],
+    script: Path | None,
+    profile: Profile,
+    *,
+    repeats: int = 3,
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[Tried]:
+    """Run a script with and without each remedy, by turns, and compare the times of their profiled regions.
+
+    Args:
+      command: Python, and its arguments (``[python, "script.py", …]``).
+      script: the file that is run, or None (``-m``).
+      profile: of it.
+      repeats: runs on each side.
+      progress: is told what is being done.
+    """
+    found: list[Tried] = []
+    for bottleneck in find_bottlenecks(profile).bottlenecks:
+        with tempfile.TemporaryDirectory(prefix="capibara-remedies-") as temporary:
+            cache = Path(temporary) / "cache"
+            remedies = choose_remedies(profile, bottleneck, script, cache)
+            if not remedies:
+                found.append(_by_hand(bottleneck))
+            predicted = _of_what_is_compared(bottleneck, profile)
+            for remedy in remedies:
+                progress(f"{bottleneck.kind}: {remedy.description}")
+                found.append(_measured(command, bottleneck, remedy, predicted, Path(temporary), repeats))
+    return found
+
+
+def _by_hand(bottleneck: Bottleneck) -> Tried:
+    return Tried(
+        bottleneck.kind,
+        "not tried: what it takes has to be written into the program",
+        None,
+        None,
+        bottleneck.predicted_gain,
+        None,
+    )
+
+
+@dataclass(frozen=True)
+class _Ran:
+    seconds: float
+    output: bytes
+    notes: tuple[str, ...]
+
+
+def _of_what_is_compared(bottleneck: Bottleneck, profile: Profile) -> float:
+    """The predicted gain, as a part of the time without compiling where that is what is compared."""
+    if bottleneck.kind == "recompilation":
+        return bottleneck.predicted_gain
+    rest = profile.wall_seconds - profile.compile_seconds - profile.tracing_seconds
+    return min(1.0, bottleneck.predicted_gain * profile.wall_seconds / rest) if rest > 0 else 1.0
+
+
+def _measured(
+    command: Sequence[str],
+    bottleneck: Bottleneck,
+    remedy: Remedy,
+    predicted: float,
+    folder: Path,
+    repeats: int,
+) -> Tried:
+    compiling = bottleneck.kind == "recompilation"
+    sides: tuple[list[_Ran], list[_Ran]] = ([], [])
+    try:
+        if remedy.before:
+            _run(command, remedy, folder, compiling)
+        for _ in range(repeats):
+            sides[0].append(_run(command, None, folder, compiling))
+            sides[1].append(_run(command, remedy, folder, compiling))
+    except CapibaraError as error:
+        return Tried(
+            bottleneck.kind,
+            f"tried: {remedy.description}",
+            None,
+            None,
+            predicted,
+            None,
+            (str(error),),
+        )
+    before, after = (statistics.median(one.seconds for one in side) for side in sides)
+    return Tried(
+        bottleneck.kind,
+        remedy.description,
+        before,
+        after,
+        predicted,
+        sides[0][-1].output == sides[1][-1].output,
+        sides[1][-1].notes,
+    )
+
+
+def _run(command: Sequence[str], remedy: Remedy | None, folder: Path, compiling: bool) -> _Ran:
+    python, *arguments = command
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        change = [] if remedy is None or remedy.change is None else [f"--change={remedy.change.to_json()}"]
+        done = subprocess.run(
+            [python, "-m", "capibara.observe.profile.run", place, *change, *arguments],
+            env={**os.environ, **({} if remedy is None else remedy.environment)},
+            capture_output=True,
+            check=False,
+        )
+        written = Path(place) / "profile.json"
+        if done.returncode or not written.is_file():
+            last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+            raise CapibaraError(f"the program failed (exit code {done.returncode}): {last[:300]}")
+        profile = Profile.from_json(read_bounded(written, _MOST_PROFILE).decode())
+        notes = Path(place) / NOTES
+        words = read_bounded(notes, _MOST_NOTES).decode(errors="replace") if notes.is_file() else ""
+    seconds = profile.wall_seconds
+    if not compiling:
+        seconds = max(1e-9, seconds - profile.compile_seconds - profile.tracing_seconds)
+    return _Ran(seconds, done.stdout, tuple(dict.fromkeys(words.splitlines())))

@@ -1,0 +1,312 @@
+"""Changes under which a script is run, unchanged itself, to measure what they save.
+
+They stand for what its author would write: no float64, no callbacks, functions that are jitted once, functions under
+``jax.jit``. Each is installed before the script begins.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import json
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from capibara.errors import ConfigError
+from capibara.files import read_bounded
+
+__all__ = ["KINDS", "Change", "compile_with_jit", "install"]
+
+KINDS = ("x64_off", "no_debug_callbacks", "jit_once", "jit")
+_MOST_SOURCE = 16 * 2**20
+# Calls that change something outside, or show something.
+_EFFECTS = {"print", "open", "input", "append", "extend", "write", "update", "add", "setdefault", "pop"}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change.
+
+    Attributes:
+      kind: one of :data:`KINDS`: ``"x64_off"`` keeps ``jax_enable_x64`` off, whatever the script asks for;
+        ``"no_debug_callbacks"`` leaves out ``jax.debug.print`` and ``jax.debug.callback``; ``"jit_once"`` gives one
+        jitted function for one function of the source with the same closure; ``"jit"`` puts functions under
+        ``jax.jit``.
+      lines: of the script; the functions that contain them are those for ``"jit"``.
+    """
+
+    kind: str
+    lines: tuple[int, ...] = ()
+
+    def to_json(self) -> str:
+        """Text that :meth:`from_json` reads."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Change:
+        """Read the output of :meth:`to_json`.
+
+        Raises:
+          ConfigError: it is something else.
+        """
+        try:
+            data = json.loads(text)
+            made = cls(data["kind"], tuple(map(int, data["lines"])))
+        except (ValueError, LookupError, TypeError) as error:
+            raise ConfigError(f"change: got {text!r:.100}, which Change.to_json() did not write") from error
+        if made.kind not in KINDS:
+            raise ConfigError(f"change: got {made.kind!r:.100}, expected one of {', '.join(KINDS)}")
+        return made
+
+
+def install(change: Change) -> None:
+    """Put a change into this process's JAX. ``"jit"`` is put into the script by :func:`compile_with_jit`."""
+    if change.kind == "x64_off":
+        _x64_off()
+    elif change.kind == "no_debug_callbacks":
+        _no_debug_callbacks()
+    elif change.kind == "jit_once":
+        _jit_once()
+
+
+def _x64_off() -> None:
+    import jax
+    import jax.experimental
+
+    update = jax.config.update
+
+    def checked(name: str, val: Any) -> None:
+        if name != "jax_enable_x64":
+            update(name, val)
+
+    @contextlib.contextmanager
+    def off(*_: Any, **__: Any) -> Iterator[None]:
+        yield
+
+    update("jax_enable_x64", False)
+    jax.config.update = checked
+    for module in (jax, jax.experimental):
+        for name in ("enable_x64", "disable_x64"):
+            if name in vars(module):
+                setattr(module, name, off)
+
+
+def _no_debug_callbacks() -> None:
+    import jax.debug
+
+    def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    jax.debug.print = jax.debug.callback = nothing
+
+
+def _jit_once() -> None:
+    import jax
+
+    jit, made = jax.jit, {}
+
+    @functools.wraps(jit)
+    def once(fun: Any = None, /, **options: Any) -> Any:
+        if fun is None:
+            return functools.partial(once, **options)
+        if not isinstance(fun, types.FunctionType):
+            return jit(fun, **options)
+        # The same code over the same values of other scopes. They are kept, so that no other object gets their place.
+        cells = [cell.cell_contents for cell in fun.__closure__ or () if _filled(cell)]
+        kept = (fun.__code__, fun.__globals__, *cells, fun.__defaults__, *options.values())
+        key = (tuple(map(id, kept[:1])), *map(_identity, kept[1:]), *options)
+        if key not in made:
+            made[key] = (kept, jit(fun, **options))
+        return made[key][1]
+
+    jax.jit = once
+
+
+def _filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _identity(value: Any) -> Any:
+    return (type(value), value) if isinstance(value, int | float | str | bytes | None) else id(value)
+
+
+# --- jax.jit around functions of the script
+
+
+def compile_with_jit(path: Path, lines: Sequence[int], note: Callable[[str], None]) -> types.CodeType:
+    """The code of a script in which the functions that contain ``lines`` are under ``jax.jit``.
+
+    Each is called once without and with it, and left as it was if that fails or gives other results.
+
+    Args:
+      path: the script. lines: numbers from 1 on.
+      note: is told in words what became of each.
+
+    Raises:
+      OSError: it cannot be read. SyntaxError: it is not Python.
+    """
+    tree = ast.parse(read_bounded(path, _MOST_SOURCE), str(path))
+    chosen: dict[ast.FunctionDef, None] = {}
+    for line in lines:
+        inside = [
+            one
+            for one in ast.walk(tree)
+            if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            and one.lineno <= line <= (one.end_lineno or one.lineno)
+        ]
+        function = max(inside, key=lambda one: one.lineno, default=None)
+        if isinstance(function, ast.FunctionDef):
+            chosen[function] = None
+        else:
+            note(f"line {line} is in no function that could be put under jax.jit")
+    for function in chosen:
+        if reason := _effects(function):
+            note(f"{function.name} was left as it is: it {reason}")
+            continue
+        # Outermost and innermost decorators see the same function as before.
+        place = ast.copy_location(ast.Name(_NAME, ast.Load()), function)
+        function.decorator_list.append(place)
+    return compile(tree, str(path), "exec", dont_inherit=True)
+
+
+_NAME = "__capibara_jit__"
+
+
+def _effects(function: ast.FunctionDef) -> str:
+    """Why a function may do more than compute its result, or nothing."""
+    own = {argument.arg for argument in ast.walk(function.args) if isinstance(argument, ast.arg)}
+    made = {
+        one.id for one in ast.walk(function) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
+    }
+    for one in ast.walk(function):
+        if isinstance(one, ast.Global | ast.Nonlocal):
+            return f"changes {', '.join(one.names)}"
+        if isinstance(one, ast.Yield | ast.YieldFrom | ast.Await):
+            return "is a generator"
+        if isinstance(one, ast.Attribute | ast.Subscript) and isinstance(one.ctx, ast.Store | ast.Del):
+            base = one.value
+            if not (isinstance(base, ast.Name) and base.id in made - own):
+                return f"assigns to {ast.unparse(one)}"
+        if isinstance(one, ast.Call):
+            called = one.func
+            name = getattr(called, "id", getattr(called, "attr", ""))
+            local = (
+                isinstance(called, ast.Attribute)
+                and isinstance(called.value, ast.Name)
+                and called.value.id in made - own
+            )
+            if name in _EFFECTS and not local and not _is_update(called):
+                return f"calls {name}()"
+    return ""
+
+
+def _is_update(called: ast.expr) -> bool:
+    """``x.at[i].add(…)`` changes nothing."""
+    return (
+        isinstance(called, ast.Attribute)
+        and isinstance(called.value, ast.Subscript)
+        and isinstance(called.value.value, ast.Attribute)
+        and called.value.value.attr == "at"
+    )
+
+
+def wrap(note: Callable[[str], None]) -> dict[str, Any]:
+    """The decorator that :func:`compile_with_jit` writes, under its name."""
+
+    def decorator(function: Callable[..., Any]) -> Callable[..., Any]:
+        return _Tried(function, note)
+
+    return {_NAME: decorator}
+
+
+class _Tried:
+    """A function that is jitted if that works and gives the same."""
+
+    def __init__(self, function: Callable[..., Any], note: Callable[[str], None]) -> None:
+        functools.update_wrapper(self, function)
+        self._function, self._note = function, note
+        self._call: Callable[..., Any] | None = None
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if self._call is None:
+            return self._first(arguments, named)
+        return self._call(*arguments, **named)
+
+    def _first(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        import jax
+        from jax.core import Tracer
+
+        result = self._function(*arguments, **named)
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((arguments, named, result))):
+            return result  # part of a function that is jitted already
+        name = self._function.__qualname__
+        reason = ""
+        # Without, and with, what a Python loop or a shape may need.
+        for fixed in ((bool, str, type(None)), (bool, str, type(None), int)):
+            static = [
+                place
+                for place, one in enumerate(arguments)
+                if isinstance(one, fixed)
+                or ((not jax.tree.leaves(one) or not _arrays(one)) and _hashable(one))
+            ]
+            names = [key for key, one in named.items() if isinstance(one, fixed) or not _arrays(one)]
+            jitted = jax.jit(self._function, static_argnums=static, static_argnames=names)
+            try:
+                other = jitted(*arguments, **named)
+                if not _same(result, other):
+                    reason = "gives other results"
+                    break
+            except Exception as error:
+                reason = (
+                    f"does not work: {str(error).strip().splitlines()[0][:200] if str(error) else error!r}"
+                )
+                continue
+            self._call = jitted
+            self._note(f"{name} is under jax.jit")
+            return result
+        self._call = self._function
+        self._note(f"{name} was left as it is: under jax.jit it {reason}")
+        return result
+
+
+def _arrays(value: Any) -> bool:
+    import jax
+    import numpy as np
+
+    return all(
+        isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex)
+        for leaf in jax.tree.leaves(value)
+    )
+
+
+def _hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _same(one: Any, other: Any) -> bool:
+    import jax
+    import numpy as np
+
+    leaves, others = jax.tree.leaves(one), jax.tree.leaves(other)
+    if jax.tree.structure(one) != jax.tree.structure(other):
+        return False
+    return all(
+        np.allclose(np.asarray(a), np.asarray(b), rtol=1e-3, atol=1e-4, equal_nan=True)
+        if _arrays(a)
+        else a is b or a == b
+        for a, b in zip(leaves, others, strict=True)
+    )

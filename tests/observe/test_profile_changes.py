@@ -1,0 +1,123 @@
+"""Changes to a script that is run: functions that can be put under ``jax.jit``, and those that cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from capibara.errors import ConfigError
+from capibara.observe.profile.changes import Change, compile_with_jit, install, wrap
+
+
+def run(source: str, tmp_path: Path, *words: str) -> tuple[dict[str, Any], list[str]]:
+    """The script's names, with the functions around the lines that have some words under ``jax.jit``, and the notes."""
+    path = tmp_path / "script.py"
+    path.write_text(source)
+    lines = [
+        number for number, line in enumerate(source.splitlines(), 1) if any(word in line for word in words)
+    ]
+    notes: list[str] = []
+    names: dict[str, Any] = {"__name__": "__main__", "__file__": str(path), **wrap(notes.append)}
+    exec(compile_with_jit(path, lines, notes.append), names)
+    return names, notes
+
+
+HEAD = "import jax, jax.numpy as jnp\nkept = []\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "note"),
+    [
+        (
+            "def f(x):\n    return jnp.tanh(x) + 1\nr = [f(jnp.ones(3)) for _ in range(3)]",
+            "f is under jax.jit",
+        ),
+        (
+            "def f(x, n):\n    for _ in range(n):\n        x = jnp.tanh(x)\n    return x\nr = f(jnp.ones(3), 4)",
+            "f is under jax.jit",
+        ),
+        (
+            "def f(x, name):\n    return getattr(jnp, name)(x) + 1\nr = f(jnp.ones(3), 'tanh')",
+            "f is under jax.jit",
+        ),
+        ("def f(x):\n    return {'a': jnp.tanh(x).at[0].add(1)}\nr = f(jnp.ones(3))", "f is under jax.jit"),
+        (
+            "def f(x):\n    new = {}\n    new['a'] = jnp.tanh(x)\n    return new\nr = f(jnp.ones(3))",
+            "f is under jax.jit",
+        ),
+        (
+            "class C:\n    def f(self, x):\n        return jnp.tanh(x)\nr = C().f(jnp.ones(3))",
+            "C.f is under jax.jit",
+        ),
+        (
+            "def f(x):\n    return jnp.tanh(x) if x[0] > 0 else x\nr = f(jnp.ones(3))",
+            "under jax.jit it does not work",
+        ),
+        (
+            "import random\ndef f(x):\n    return jnp.tanh(x) + random.random()\nr = f(jnp.ones(3))",
+            "gives other results",
+        ),
+        ("def f(x):\n    kept.append(x)\n    return jnp.tanh(x)\nr = f(jnp.ones(3))", "it calls append()"),
+        ("def f(x):\n    print(jnp.tanh(x))\nr = f(jnp.ones(3))", "it calls print()"),
+        ("def f(x):\n    x.a = jnp.tanh(x.a)\nclass C: a = jnp.ones(3)\nr = f(C())", "it assigns to x.a"),
+        ("def f(x):\n    global kept\n    kept = jnp.tanh(x)\nr = f(jnp.ones(3))", "it changes kept"),
+        ("def f(x):\n    yield jnp.tanh(x)\nr = list(f(jnp.ones(3)))", "it is a generator"),
+        ("r = jnp.tanh(jnp.ones(3))", "is in no function"),
+        ("f = lambda x: jnp.tanh(x)\nr = f(jnp.ones(3))", "is in no function"),
+    ],
+)
+def test_functions_under_jit(source: str, note: str, tmp_path: Path):
+    names, notes = run(HEAD + source, tmp_path, "jnp.tanh", "getattr(jnp")
+    assert len(notes) == 1
+    assert note in notes[0]
+    plain: dict[str, Any] = {"__name__": "__main__"}
+    exec(HEAD + source, plain)
+    if "random" not in source:
+        for mine, theirs in zip(jax.tree.leaves(names["r"]), jax.tree.leaves(plain["r"]), strict=True):
+            assert jnp.allclose(mine, theirs)
+    assert len(names["kept"]) == len(plain["kept"])
+
+
+def test_a_change_as_text():
+    change = Change("jit", (3, 7))
+    assert Change.from_json(change.to_json()) == change
+    for text in ("", "[]", "{}", '{"kind": "jit", "lines": ["x"]}', '{"kind": "jit"}'):
+        with pytest.raises(ConfigError, match=r"which Change\.to_json"):
+            Change.from_json(text)
+    with pytest.raises(ConfigError, match="expected one of x64_off"):
+        Change.from_json('{"kind": "rm", "lines": []}')
+
+
+def test_one_function_is_jitted_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(jax, "jit", jax.jit)
+    install(Change("jit_once"))
+
+    def make(factor: float, other: list[int]) -> Any:
+        return jax.jit(lambda x: x * factor + len(other))
+
+    one, two = [1], [1, 2]
+    assert make(2.0, one) is make(2.0, one)
+    assert make(2.0, one) is not make(3.0, one)
+    assert make(2.0, one) is not make(2.0, two)
+    assert float(make(3.0, two)(1.0)) == 5.0
+    assert jax.jit(lambda x: x, static_argnums=0)(3) == 3
+
+
+def test_callbacks_that_only_look_are_left_out(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(jax.debug, "print", jax.debug.print)
+    monkeypatch.setattr(jax.debug, "callback", jax.debug.callback)
+    install(Change("no_debug_callbacks"))
+    seen: list[Any] = []
+
+    @jax.jit
+    def step(x: jax.Array) -> jax.Array:
+        jax.debug.callback(seen.append, x)
+        return x + 1
+
+    assert float(step(jnp.ones(()))) == 2
+    jax.effects_barrier()
+    assert seen == []
