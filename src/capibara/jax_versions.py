@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
-from typing import Any
+from typing import Any, NamedTuple
 
 from capibara.errors import CapibaraError
 
@@ -22,10 +22,12 @@ __all__ = [
     "INSTALL",
     "RANGE",
     "SUPPORTED",
+    "CompiledCall",
     "HeldJaxpr",
     "UnsupportedJaxError",
     "UnsupportedJaxWarning",
     "backends_started",
+    "call_being_compiled",
     "coordinator_client",
     "find_package",
     "installed_version",
@@ -326,6 +328,49 @@ def loaded_programs(platform: str | None = None) -> list[Any]:
     import jax
 
     return list(jax.local_devices(backend=platform)[0].client.live_executables())
+
+
+class CompiledCall(NamedTuple):
+    """A call of a jitted function for which a program is compiled.
+
+    Attributes:
+      function: that was jitted. args, kwargs: of the call.
+      static_argnums, static_argnames: which of them are static.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    static_argnums: tuple[int, ...]
+    static_argnames: tuple[str, ...]
+
+
+def call_being_compiled() -> CompiledCall | None:
+    """The call for which this thread is compiling a program, asked within a listener of ``jax.monitoring``.
+
+    JAX does not tell it: it is read from the stack, where every supported version has the same function. None if it is
+    not there, or if the program is compiled ahead of time (``.lower(…).compile()``), without a call.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        place = frame.f_globals.get("__name__"), frame.f_code.co_name
+        if place == ("jax._src.stages", "compile"):
+            return None
+        if place == ("jax._src.pjit", "cache_miss"):
+            names = frame.f_locals
+            try:
+                info = names["jit_info"]
+                return CompiledCall(
+                    names["fun"],
+                    tuple(names["args"]),
+                    dict(names["kwargs"]),
+                    tuple(info.static_argnums),
+                    tuple(info.static_argnames),
+                )
+            except (LookupError, AttributeError, TypeError):
+                return None
+        frame = frame.f_back
+    return None
 
 
 def backends_started() -> bool:

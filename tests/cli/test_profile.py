@@ -76,6 +76,55 @@ def test_the_difference_names_the_line(kept: list[Path]):
     assert "work.py:8" in capibara("diff", *kept).stdout
 
 
+def test_the_difference_names_the_argument(tmp_path: Path):
+    script = tmp_path / "sizes.py"
+    script.write_text(
+        "import sys\n"
+        "import jax, jax.numpy as jnp\n"
+        "def step(x, scale):\n"
+        "    return x * scale\n"
+        "step = jax.jit(step, static_argnames='scale')\n"
+        "for scale in sys.argv[1:]:\n"
+        "    step(jnp.ones(8), scale=int(scale)).block_until_ready()\n"
+    )
+    for name, scales in (("before", [2]), ("after", [2, 3, 4])):
+        done = capibara("-o", tmp_path / name, "--", script, *scales)
+        assert done.returncode == 0, done.stderr
+    done = capibara("diff", tmp_path / "before", tmp_path / "after", "--json")
+    assert done.returncode == 0, done.stderr
+    (again,) = [one for one in json.loads(done.stdout)["recompiled"] if one["program"] == "jit_step"]
+    assert (again["reason"], again["times"]) == ("arguments", 2)
+    assert again["changes"] == [{"where": "scale", "what": "static value", "before": "2", "after": "3"}]
+    words = capibara("diff", tmp_path / "before", tmp_path / "after").stdout
+    assert "jit_step" in words
+    assert "scale: static value 2 -> 3" in words
+    figures = json.loads(capibara("show", tmp_path / "after", "--json").stdout)
+    assert [one["program"] for one in figures["recompilations"] if one["function"]] == ["jit_step"]
+
+
+def test_beside_a_plan(kept: list[Path], tmp_path: Path):
+    made = subprocess.run(
+        [sys.executable, "-m", "capibara", "plan", "--no-compile", "--json", "--topology", "v4-8"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    plan = tmp_path / "plan.json"
+    plan.write_text(made.stdout)
+    best = json.loads(made.stdout)["candidates"][0]
+    done = capibara("show", kept[0], "--plan", plan, "--json")
+    assert done.returncode == 0, done.stderr
+    beside = json.loads(done.stdout)["plan"]
+    assert beside["plan"]["seconds"] == best["step_seconds"]
+    assert beside["flops"] == 5 * 2 * 64**3  # of one run
+    assert beside["ratios"]["seconds"] == pytest.approx(beside["seconds"] / best["step_seconds"])
+    assert "predicted" in capibara("show", kept[0], "--plan", plan).stdout
+    done = capibara("diff", *kept, "--plan", plan, "--json")
+    assert set(json.loads(done.stdout)["plan"]) == {"before", "after"}
+    assert "after, beside the plan:" in capibara("diff", *kept, "--plan", plan).stdout
+
+
 def test_figure_and_page(kept: list[Path], tmp_path: Path):
     done = capibara("show", kept[0], "--plot", tmp_path / "a.png", "--html", tmp_path / "a.html")
     assert done.returncode == 0, done.stderr
@@ -144,6 +193,8 @@ def test_a_script_without_jax(tmp_path: Path):
         (["-o", __file__, "--", __file__], "expected one that can be written to"),
         (["--plot", "/nowhere/x.png", "--", __file__], "--plot: the folder of '/nowhere/x.png' is missing"),
         (["show"], "expected one"),
+        (["--plan", "/nowhere.json", "--", __file__], "plan: '/nowhere.json' cannot be read"),
+        (["--plan", __file__, "show", "x"], "is not a valid plan file"),
         (["diff", "a"], "expected two"),
     ],
 )

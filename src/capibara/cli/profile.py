@@ -14,11 +14,12 @@ from capibara.cli._json import print_json
 
 if TYPE_CHECKING:
     from capibara.observe.bottlenecks.remedies import Tried
-    from capibara.observe.profile import Profile
+    from capibara.observe.profile import PlannedStep, Profile
 
 HELP = """Profile a Python program that uses JAX, unchanged: 'capibara profile -- python script.py'. The profile begins
 with the first program that it compiles. 'capibara profile show FOLDER' prints a profile that was kept with -o, and
-'capibara profile diff BEFORE AFTER' says which source lines made the difference between two. Exit code: the program's;
+'capibara profile diff BEFORE AFTER' says which source lines made the difference between two, and which argument made
+JAX compile a program again. Exit code: the program's;
 1 the profile could not be taken; 2 invalid input."""
 
 
@@ -34,8 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "-o", "--output", metavar="FOLDER", help="keep the trace (XProf, Perfetto), programs and profile.json"
     )
-    add("--plot", metavar="PNG", help="draw the longest operations and the roofline")
+    add("--plot", metavar="PNG", help="draw a timeline, the longest operations and the roofline")
     add("--html", metavar="FILE", help="write figure and table into one HTML file")
+    add(
+        "--plan",
+        metavar="FILE",
+        help="set the program that takes most time beside the step that 'capibara plan --json' (or --lock) predicted",
+    )
     add(
         "--apply",
         action="store_true",
@@ -59,8 +65,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--apply: runs a program, which {what[0]} does not: capibara profile --apply -- python …"
         )
+    plan = _planned(args)
     if what[0] == "diff":
-        return _diff(args)
+        return _diff(args, plan)
     for option, path in (("--plot", args.plot), ("--html", args.html)):
         # Known before a program runs for hours.
         if path is not None and not os.access(Path(path).resolve().parent, os.W_OK):
@@ -68,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     if what[0] == "show":
         if len(what) != 2:
             raise ConfigError(f"show: got {len(what) - 1} folders, expected one, which -o wrote")
-        _write(_read(what[1]), args)
+        _write(_read(what[1]), args, plan)
         return 0
     with tempfile.TemporaryDirectory(prefix="capibara-profile-") as temporary:
         folder = Path(args.output or temporary)
@@ -88,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
             tried = (
                 _tried([python, *arguments], profile, args) if args.apply and not done.returncode else None
             )
-            _write(profile, args, tried)
+            _write(profile, args, plan, tried)
         elif done.returncode == 0:
             print("capibara profile: the program ended before its profile was written", file=sys.stderr)
             return 1
@@ -142,8 +149,17 @@ def _read(folder: str | Path) -> Profile:
     return Profile.from_json(text)
 
 
-def _write(profile: Profile, args: argparse.Namespace, tried: list[Tried] | None = None) -> None:
+def _planned(args: argparse.Namespace) -> PlannedStep | None:
+    from capibara.observe.profile.planned import read_planned_step
+
+    return None if args.plan is None else read_planned_step(args.plan)
+
+
+def _write(
+    profile: Profile, args: argparse.Namespace, plan: PlannedStep | None, tried: list[Tried] | None = None
+) -> None:
     from capibara.observe.bottlenecks import find_bottlenecks
+    from capibara.observe.profile.planned import compare_with_plan
     from capibara.observe.profile.plot import plot_profile, write_page
 
     if args.plot:
@@ -151,11 +167,16 @@ def _write(profile: Profile, args: argparse.Namespace, tried: list[Tried] | None
     if args.html:
         write_page(profile, args.html)
     analysis = find_bottlenecks(profile)
+    against = None if plan is None else compare_with_plan(profile, plan)
     if args.json:
+        beside = {} if against is None else {"plan": against.to_dict()}
         applied = {} if tried is None else {"applied": [one.to_dict() for one in tried]}
-        print_json({**profile.metrics(), "bottlenecks": analysis.to_dict()["bottlenecks"], **applied})
+        bottlenecks = analysis.to_dict()["bottlenecks"]
+        print_json({**profile.metrics(), "bottlenecks": bottlenecks, **beside, **applied})
         return
     print(profile)
+    if against is not None:
+        print("beside the plan:", against, sep="\n")
     if analysis.has_bottlenecks:
         print("what slows it down, and the part of the time that a remedy would save:")
         print(*analysis.bottlenecks, sep="\n")
@@ -164,13 +185,13 @@ def _write(profile: Profile, args: argparse.Namespace, tried: list[Tried] | None
         print(*tried, sep="\n")
 
 
-def _diff(args: argparse.Namespace) -> int:
+def _diff(args: argparse.Namespace, plan: PlannedStep | None) -> int:
     from capibara.errors import ConfigError
     from capibara.observe.profile.diff import diff_profiles
 
     if len(args.command) != 3:
         raise ConfigError(f"diff: got {len(args.command) - 1} profiles, expected two: BEFORE and AFTER")
-    found = diff_profiles(_read(args.command[1]), _read(args.command[2]))
+    found = diff_profiles(_read(args.command[1]), _read(args.command[2]), plan=plan)
     _show(found.to_dict() if args.json else found, args.json)
     return 0
 

@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from capibara.errors import CapibaraError
 from capibara.hardware import get_chip
@@ -62,6 +62,21 @@ def _compiling(profile: Profile) -> float:
     return min(1.0, (profile.compile_seconds + profile.tracing_seconds) / profile.wall_seconds)
 
 
+# What to do about a function that is compiled again, by what changed.
+_AVOID = {
+    "shape": "Pad this argument to a few sizes",
+    "static value": "Pass it as an array and not as a static argument, if only its value changes",
+    "closed-over value": "Pass the value as an argument: a jitted function has it as a constant",
+    "parameter": "Put operations outside of jitted functions under jax.jit, or let them have few shapes",
+    "dtype": "Give it one dtype",
+    "weak type": "Pass arrays of a dtype, and not Python's numbers now and then",
+    "sharding": "Put it where the program wants it, with the same jax.device_put each time",
+    "structure": "Give the argument the same structure each time",
+    "setting": "Set JAX's settings once, at the start",
+    "": "Make jitted functions once, outside of loops, and not of a new lambda each time",
+}
+
+
 def recompilation(profile: Profile) -> Bottleneck | None:
     """Programs that were compiled in the region."""
     part = _compiling(profile)
@@ -69,13 +84,14 @@ def recompilation(profile: Profile) -> Bottleneck | None:
         return None
     names = Counter(one.name for one in profile.programs)
     again = {name: count for name, count in names.items() if count > 1}
-    if again:
-        worst = max(again, key=lambda name: again[name])
-        remedy = (
-            f"{worst} was compiled for {again[worst]} kinds of arguments: pad shapes to a few sizes, pass numbers "
-            "that change as arrays and not as static arguments, and make jitted functions once, outside of loops. "
-            "capibara.compilation says which argument changed"
-        )
+    changed = profile.recompilations()
+    if changed:
+        # JAX's operations outside of jitted functions are compiled for each shape; of functions more can be said.
+        own = [one for one in changed if one.function and not one.function.startswith("jax/")]
+        worst = (own or changed)[0]
+        kinds = {change.what for change in worst.changes} if own else {"parameter"}
+        advice = next((_AVOID[kind] for kind in _AVOID if kind in kinds), _AVOID[""])
+        remedy = f"{worst}. {advice}"
     else:
         remedy = (
             "Call each function once before what counts, or compile ahead (.lower().compile()); keep programs with "
@@ -90,6 +106,7 @@ def recompilation(profile: Profile) -> Bottleneck | None:
             "compile_seconds": profile.compile_seconds,
             "tracing_seconds": profile.tracing_seconds,
             "same_name": again,
+            "changed": [asdict(one) for one in changed[:10]],
         },
         part,
     )

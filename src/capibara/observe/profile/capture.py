@@ -26,9 +26,16 @@ from capibara.hardware.telemetry import device_memory, host_memory, live_array_b
 from capibara.jax_versions import stop_profile
 from capibara.measure import copy_bandwidth, machine_description, matmul_rate
 from capibara.observe.errors import ProfileError
-from capibara.observe.profile.programs import HeldPrograms, KnownProgram, known_program
+from capibara.observe.profile.arguments import (
+    FROM_CALL,
+    FROM_PROGRAM,
+    MOST_ARGUMENTS,
+    program_arguments,
+)
+from capibara.observe.profile.programs import Held, HeldPrograms, KnownProgram, known_program
 from capibara.observe.profile.result import Operation, Profile, ProgramRuns
-from capibara.observe.profile.trace import Trace, covered, find_trace, read_trace
+from capibara.observe.profile.timeline import Timeline, host_track
+from capibara.observe.profile.trace import Trace, covered, find_trace, mark_region, read_trace
 
 __all__ = ["Capture", "Captured", "capture", "prepare_folder"]
 
@@ -111,8 +118,12 @@ def capture(name: str, what: Capture, folder: Path | None = None) -> Iterator[Ca
         if os.getpid() != process:
             stack.pop_all()
             return
-        profile, texts = _result(name, what, wall, counts, peak, place, loaded, cost)
-        captured.profile = replace(profile, tracing_seconds=tracing.seconds())
+        profile, texts = _result(name, what, began, wall, counts, peak, place, loaded, cost)
+        captured.profile = replace(
+            profile,
+            tracing_seconds=tracing.seconds(),
+            timeline=_with_host(profile.timeline, tracing.spans(began), wall),
+        )
         if folder is not None:
             _keep(folder, captured.profile, texts if what.traces else {})
 
@@ -152,6 +163,7 @@ def _start(folder: Path) -> None:
         raise ProfileError(
             f"a trace is being taken already ({error}): end it first; profiles do not lie within one another"
         ) from error
+    mark_region()
 
 
 def _stop(*, quiet: bool) -> None:
@@ -264,9 +276,23 @@ class _Tracing:
             length = int(duration_secs * 1e9)
             self._spans.append((event, time.perf_counter_ns() - length, length))
 
+    def spans(self, began: float) -> list[tuple[str, int, int]]:
+        """Kind, start after ``began`` (``perf_counter``) and length, in nanoseconds."""
+        start = round(began * 1e9)
+        return [
+            ("compiling" if event == COMPILED else "tracing", at - start, length)
+            for event, at, length in self._spans
+        ]
+
     def seconds(self) -> float:
         compiled = [span for span in self._spans if span[0] == COMPILED]
         return (_covered(self._spans) - _covered(compiled)) / 1e9
+
+
+def _with_host(timeline: Timeline | None, spans: list[tuple[str, int, int]], wall: float) -> Timeline | None:
+    if timeline is None:
+        return None
+    return replace(timeline, tracks=(host_track(spans, round(wall * 1e9)), *timeline.tracks))
 
 
 def _covered(spans: list[tuple[str, int, int]]) -> int:
@@ -324,11 +350,12 @@ def _give_back() -> None:
 def _result(
     name: str,
     what: Capture,
+    began: float,
     wall: float,
     counts: CompilationCounts,
     memory: tuple[int | None, str, int] | None,
     folder: Path | None,
-    loaded: Mapping[int, list[tuple[Any, int | None]]],
+    loaded: Mapping[int, list[Held]],
     cost: float,
 ) -> tuple[Profile, dict[int, str]]:
     """The profile, and the texts of the programs that ran, by number."""
@@ -347,7 +374,7 @@ def _result(
     operations: tuple[Operation, ...] = ()
     if what.traces:
         known = _KnownPrograms(loaded, reasons)
-        trace, programs, operations = _counted(find_trace(str(folder)), known, reasons)
+        trace, programs, operations = _counted(find_trace(str(folder)), known, began, wall, reasons)
         texts = known.texts
     if peak is not None and held:
         # Where the system hands out the same pages again, at least what a program needs beside the arrays.
@@ -397,17 +424,18 @@ def _result(
         operations=operations if what.kernels else (),
         reasons=reasons,
         versions=machine_description(devices=False)["versions"],
+        timeline=trace.timeline,
     )
     return profile, texts
 
 
-class _KnownPrograms(Mapping[int, Mapping[str, bool]]):
-    """The operations of each number's programs, and whether they are collectives; a text is read when it is asked for.
+class _KnownPrograms(Mapping[int, Mapping[str, str]]):
+    """The operations of each number's programs, and their kinds; a text is read when it is asked for.
 
     A process may hold hundreds of programs of which few ran.
     """
 
-    def __init__(self, loaded: Mapping[int, list[tuple[Any, int | None]]], reasons: dict[str, str]) -> None:
+    def __init__(self, loaded: Mapping[int, list[Held]], reasons: dict[str, str]) -> None:
         self._loaded, self._reasons = loaded, reasons
         self._read: dict[int, list[KnownProgram]] = {}
         self.texts: dict[int, str] = {}
@@ -425,9 +453,9 @@ class _KnownPrograms(Mapping[int, Mapping[str, bool]]):
     def _programs(self, number: int) -> list[KnownProgram]:
         if number not in self._read:
             self._read[number] = []
-            for module, temporary in self._loaded.get(number, ()):
+            for module, temporary, call in self._loaded.get(number, ()):
                 try:
-                    self._read[number].append(known_program(module.to_string(), temporary))
+                    self._read[number].append(known_program(module.to_string(), temporary, call))
                 except CapibaraError as error:
                     self._reasons[f"program {number}"] = f"its text could not be read: {error}"
         return self._read[number]
@@ -451,12 +479,8 @@ class _KnownPrograms(Mapping[int, Mapping[str, bool]]):
         self.texts[number] = chosen.text
         return chosen
 
-    def __getitem__(self, number: int) -> Mapping[str, bool]:
-        return {
-            name: about.kind == "collective"
-            for one in self.candidates(number)
-            for name, about in one.operations.items()
-        }
+    def __getitem__(self, number: int) -> Mapping[str, str]:
+        return {name: about.kind for one in self.candidates(number) for name, about in one.operations.items()}
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._loaded)
@@ -479,14 +503,16 @@ def _work(program: KnownProgram) -> tuple[tuple[str, int | None, int | None, int
 
 
 def _counted(
-    path: Path, known: _KnownPrograms, reasons: dict[str, str]
+    path: Path, known: _KnownPrograms, began: float, wall: float, reasons: dict[str, str]
 ) -> tuple[Trace, tuple[ProgramRuns, ...], tuple[Operation, ...]]:
-    trace = read_trace(path, known)
+    trace = read_trace(path, known, wall)
     seen: dict[int, set[str]] = {number: set() for number in trace.runs}
     for number, name in trace.counts:
         seen[number].add(name)
-    programs, operations = [], []
+    programs: list[ProgramRuns] = []
+    operations: list[Operation] = []
     silent: dict[str, None] = {}
+    room = MOST_ARGUMENTS
     for number, runs in trace.runs.items():
         program = known.ran(number, seen[number])
         if program is None:
@@ -525,6 +551,15 @@ def _counted(
                 )
             )
         operations += mine
+        call = program.call
+        arguments, source = (
+            (call.arguments, FROM_CALL) if call and call.arguments is not None else (None, FROM_PROGRAM)
+        )
+        if arguments is None:
+            arguments = program_arguments(program.text)
+        if len(arguments) > room:
+            arguments, source = (), ""
+        room -= len(arguments)
         programs.append(
             ProgramRuns(
                 name=program.name,
@@ -533,6 +568,11 @@ def _counted(
                 flops=sum(one.flops for one in mine),
                 bytes=sum(one.bytes for one in mine),
                 temporary_bytes=program.temporary_bytes,
+                function=call.function if call else "",
+                compiled_at=max(0.0, call.began - began) if call else None,
+                compile_seconds=call.seconds if call else None,
+                arguments_from=source,
+                arguments=arguments,
             )
         )
     if silent:

@@ -6,17 +6,21 @@ the number that XLA gave the module, so that two programs of one name are not co
 
 from __future__ import annotations
 
+import contextlib
 import re
+import threading
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from capibara.compilation.counting import COMPILED
-from capibara.jax_versions import loaded_programs
+from capibara.jax_versions import call_being_compiled, loaded_programs
+from capibara.observe.profile.arguments import Call, describe_call
 from capibara.plan.errors import PlanError
 from capibara.plan.program import OperationFacts, read_operations
 
-__all__ = ["HeldPrograms", "KnownProgram", "known_program", "module_number"]
+__all__ = ["Held", "HeldPrograms", "KnownProgram", "known_program", "module_number"]
 
 _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) function_name_id=\d+ line=(\d+)", re.MULTILINE)
 _FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+)", re.MULTILINE)
@@ -29,13 +33,25 @@ _OLD_PLACED = re.compile(
 
 @dataclass(frozen=True)
 class KnownProgram:
-    """A program: its text, what can run in it by name, the source lines of these, and temporary bytes of one run."""
+    """A program: its text, what can run in it by name, the source lines of these, and temporary bytes of one run.
+
+    ``call`` is what it was compiled for, if that was within the region.
+    """
 
     name: str
     text: str
     operations: dict[str, OperationFacts]
     sources: dict[str, str]
     temporary_bytes: int | None
+    call: Call | None = None
+
+
+class Held(NamedTuple):
+    """A loaded program's module (with ``to_string()``), its temporary bytes, and the call that it was compiled for."""
+
+    module: Any
+    temporary_bytes: int | None
+    call: Call | None
 
 
 class HeldPrograms:
@@ -43,6 +59,10 @@ class HeldPrograms:
 
     def __init__(self) -> None:
         self._held: dict[int, Any] = {}
+        self._calls: dict[int, Call] = {}
+        self._unclaimed: dict[int, None] = {}  # held since it was opened, without a call so far
+        self._values: dict[str, list[Any]] = {}  # of static arguments, by their text
+        self._lock = threading.Lock()
 
     def __enter__(self) -> HeldPrograms:
         import jax.monitoring
@@ -56,42 +76,89 @@ class HeldPrograms:
 
         jax.monitoring.unregister_event_duration_listener(self._compiled)
 
-    def _compiled(self, event: str, duration_secs: float, **_: Any) -> None:
-        if event == COMPILED:
-            self._hold()
+    def _compiled(self, event: str, duration_secs: float, **about: Any) -> None:
+        if event != COMPILED:
+            return
+        call = Call(time.perf_counter() - duration_secs, duration_secs)
+        if (made := call_being_compiled()) is not None:
+            # Code of the arguments runs here (their trees, repr, comparison): what it raises is not the compilation's.
+            with contextlib.suppress(Exception):
+                function, arguments = describe_call(made, self._values)
+                call = replace(call, function=function, arguments=arguments)
+        with self._lock:
+            self._unclaimed.update(dict.fromkeys(self._hold()))
+            number = self._made_for(str(about.get("fun_name", "")))
+            if number is not None:
+                del self._unclaimed[number]
+                self._calls[number] = call
 
-    def _hold(self) -> None:
-        for program in loaded_programs():
-            self._held.setdefault(id(program), program)
+    def _made_for(self, name: str) -> int | None:
+        """The program that was just compiled: the last one of that name where several threads compile."""
+        numbers = list(self._unclaimed)
+        if len(numbers) > 1:
+            # JAX says jit(<lambda>), XLA jit__lambda.
+            numbers = [
+                one for one in numbers if _letters(self._held[one].hlo_modules()[0].name) == _letters(name)
+            ]
+        return numbers[-1] if numbers else None
 
-    def by_number(self) -> dict[int, list[tuple[Any, int | None]]]:
-        """The programs' modules (with ``to_string()``), and their temporary bytes, by XLA's number of the module.
+    def _hold(self) -> list[int]:
+        new = [program for program in loaded_programs() if id(program) not in self._held]
+        self._held.update((id(program), program) for program in new)
+        return [id(program) for program in new]
+
+    def by_number(self) -> dict[int, list[Held]]:
+        """The programs by XLA's number of the module.
 
         A program that was read from a file has the number of the process that compiled it, which another may have here.
         """
         self._hold()
-        found: dict[int, list[tuple[Any, int | None]]] = {}
-        for program in self._held.values():
+        calls = _without_constant_settings(self._calls)
+        found: dict[int, list[Held]] = {}
+        for key, program in self._held.items():
             for module in program.hlo_modules():
                 number = module_number(module.as_serialized_hlo_module_proto())
                 try:
                     temporary: int | None = int(program.get_compiled_memory_stats().temp_size_in_bytes)
                 except (RuntimeError, AttributeError):  # a backend without these figures
                     temporary = None
-                found.setdefault(number, []).append((module, temporary))
+                found.setdefault(number, []).append(Held(module, temporary, calls.get(key)))
         self._held.clear()
+        self._calls.clear()
+        self._values.clear()
         return found
 
 
-def known_program(text: str, temporary_bytes: int | None = None) -> KnownProgram:
-    """Read a compiled program's text.
+def _letters(name: str) -> str:
+    return "".join(letter for letter in name if letter.isalnum())
+
+
+def _without_constant_settings(calls: dict[int, Call]) -> dict[int, Call]:
+    """Calls without the settings of JAX that were the same in all of them: they made nothing compile again."""
+    seen: dict[str, set[str]] = {}
+    for call in calls.values():
+        for one in call.arguments or ():
+            if one.kind == "setting":
+                seen.setdefault(one.name, set()).add(one.value)
+    return {
+        key: replace(
+            call,
+            arguments=call.arguments
+            and tuple(one for one in call.arguments if one.kind != "setting" or len(seen[one.name]) > 1),
+        )
+        for key, call in calls.items()
+    }
+
+
+def known_program(text: str, temporary_bytes: int | None = None, call: Call | None = None) -> KnownProgram:
+    """Read a compiled program's text; ``call`` is what it was compiled for.
 
     Raises:
       PlanError: it is not one, or unreasonably large.
     """
     name = text.split(",", 1)[0].removeprefix("HloModule ").strip()
     found = {one.name: one for one in read_operations(text)}
-    return KnownProgram(name, text, found, _sources(text), temporary_bytes)
+    return KnownProgram(name, text, found, _sources(text), temporary_bytes, call)
 
 
 def _sources(text: str) -> dict[str, str]:

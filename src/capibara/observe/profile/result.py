@@ -8,8 +8,19 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from capibara.observe.errors import ProfileError
+from capibara.observe.profile.arguments import (
+    FROM_CALL,
+    FROM_PROGRAM,
+    Argument,
+    Recompiled,
+    nearest_changes,
+    pack_arguments,
+    summarised,
+    unpack_arguments,
+)
+from capibara.observe.profile.timeline import Timeline
 
-__all__ = ["KINDS", "Operation", "Profile", "ProgramRuns"]
+__all__ = ["KINDS", "Operation", "Profile", "ProgramRuns", "seconds_text"]
 
 # Of operations.
 KINDS = ("compute", "kernel", "copy", "collective")
@@ -66,6 +77,12 @@ class ProgramRuns:
       flops: of its matrix products and convolutions, over all runs.
       bytes: moved between memory and the devices, over all runs.
       temporary_bytes: the compiler's figure for temporary memory of one run on one device; None if unknown.
+      function: where the function is defined (``"model.py:12"``); empty if the program was compiled before the region.
+      compiled_at: seconds after the region's begin at which compiling it began; None if that was before.
+      compile_seconds: that it took, or reading it from the persistent cache; None likewise.
+      arguments_from: ``"call"`` if ``arguments`` are those of the call that it was compiled for; ``"program"`` if they
+        are those that its text has, as one device has them; empty if they are not known.
+      arguments: that it was compiled for.
     """
 
     name: str
@@ -74,6 +91,11 @@ class ProgramRuns:
     flops: int
     bytes: int
     temporary_bytes: int | None
+    function: str = ""
+    compiled_at: float | None = None
+    compile_seconds: float | None = None
+    arguments_from: str = ""
+    arguments: tuple[Argument, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -102,6 +124,7 @@ class Profile:
       reasons: why a figure is None or doubtful, by its name.
       versions: of Python and the packages.
       tracing_seconds: time of tracing and lowering functions before they were compiled, beside ``compile_seconds``.
+      timeline: what devices and host did when; None without a trace, and in profiles of earlier versions.
     """
 
     name: str
@@ -125,6 +148,7 @@ class Profile:
     reasons: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     tracing_seconds: float = 0.0
+    timeline: Timeline | None = None
 
     @property
     def tflops(self) -> float | None:
@@ -152,6 +176,43 @@ class Profile:
             return None
         return max(0.0, 1 - self.busy_seconds / self.wall_seconds)
 
+    def recompilations(self) -> tuple[Recompiled, ...]:
+        """Programs that were compiled in the region although there was one of the same function, and what changed.
+
+        They are compared with those of the same name that ran in the region and had been compiled before.
+        """
+        found = []
+        groups: dict[str, list[ProgramRuns]] = {}
+        for one in sorted(
+            self.programs, key=lambda one: -1.0 if one.compiled_at is None else one.compiled_at
+        ):
+            # Functions of one name that are not one; where it is defined is not known of what was compiled before.
+            known = [
+                other
+                for other in groups.setdefault(one.name, [])
+                if other.function in ("", one.function) or not one.function
+            ]
+            if known and one.compile_seconds is not None:
+                changes, left_out = nearest_changes(
+                    [(other.arguments_from, other.arguments) for other in known],
+                    one.arguments_from,
+                    one.arguments,
+                )
+                found.append(
+                    Recompiled(
+                        program=one.name,
+                        function=one.function,
+                        times=1,
+                        seconds=one.compile_seconds,
+                        reason="arguments" if changes else "same arguments",
+                        known=len(known),
+                        changes=changes,
+                        left_out=left_out,
+                    )
+                )
+            groups[one.name].append(one)
+        return summarised(found)
+
     def metrics(self) -> dict[str, Any]:
         """The figures under the names of :meth:`TpuPerformanceProfiler.get_detailed_metrics`."""
         peak = self.peak_memory_bytes
@@ -172,7 +233,8 @@ class Profile:
             "compile_time_ms": self.compile_seconds * 1e3,
             "perturbation": self.perturbation,
             "kernels": [asdict(operation) for operation in self.operations],
-            "programs": [asdict(program) for program in self.programs],
+            "programs": [_without_arguments(program) for program in self.programs],
+            "recompilations": [asdict(one) for one in self.recompilations()],
             "reasons": dict(self.reasons),
         }
 
@@ -181,10 +243,18 @@ class Profile:
         data = {one.name: getattr(self, one.name) for one in fields(self)}
         data |= {
             "format": _FORMAT,
-            "programs": [asdict(one) for one in self.programs],
+            "programs": [
+                {**_without_arguments(one), "arguments": packed}
+                for one, packed in zip(
+                    self.programs,
+                    pack_arguments([(one.name, one.arguments) for one in self.programs]),
+                    strict=True,
+                )
+            ],
             "operations": [asdict(one) for one in self.operations],
             "reasons": dict(self.reasons),
             "versions": dict(self.versions),
+            "timeline": None if self.timeline is None else self.timeline.to_data(),
         }
         return json.dumps(data, indent=1, allow_nan=False)
 
@@ -201,7 +271,13 @@ class Profile:
             data = json.loads(text)
             if data.pop("format") != _FORMAT:
                 raise ProfileError(f"a profile of another format than {_FORMAT}: take it again")
-            data["programs"] = tuple(_checked(ProgramRuns, one) for one in data["programs"])
+            programs = data["programs"]
+            arguments = unpack_arguments([one.get("arguments", []) for one in programs])
+            data["programs"] = tuple(
+                _checked(ProgramRuns, {**one, "arguments": own})
+                for one, own in zip(programs, arguments, strict=True)
+            )
+            data["timeline"] = Timeline.from_data(data.get("timeline"))
             data["operations"] = tuple(_checked(Operation, one) for one in data["operations"])
             return _checked(cls, data)
         except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
@@ -213,14 +289,14 @@ class Profile:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.name}: {_seconds(self.wall_seconds)} on {self.devices} × {self.chip}",
+            f"{self.name}: {seconds_text(self.wall_seconds)} on {self.devices} × {self.chip}",
             f"  compute        {self._compute()}",
             f"  memory         {self._memory()}",
-            f"  communication  {self._or_reason('communication_seconds', _seconds)}",
+            f"  communication  {self._or_reason('communication_seconds', seconds_text)}",
             f"  idle           {self._or_reason('idle_share', _percent)}",
         ]
         if self.compiled:
-            lines.append(f"  compiled       {self.compiled} programs in {_seconds(self.compile_seconds)}")
+            lines.append(f"  compiled       {self.compiled} programs in {seconds_text(self.compile_seconds)}")
         if self.perturbation is not None:
             lines.append(
                 f"  the profile    {self.events:,} operations; about {_percent(self.perturbation)} of the time"
@@ -232,7 +308,7 @@ class Profile:
             rate = f"{one.flops / one.seconds / 1e9:8.1f} G" if one.flops and one.seconds else " " * 10
             where = one.source or one.path
             lines.append(
-                f"  {one.seconds / whole:5.1%} {_seconds(one.seconds):>9} {one.count:>9,} {rate}  "
+                f"  {one.seconds / whole:5.1%} {seconds_text(one.seconds):>9} {one.count:>9,} {rate}  "
                 f"{one.program} {one.name}" + (f"  {where}" if where else "")
             )
         return "\n".join(lines)
@@ -253,6 +329,10 @@ class Profile:
         peak = self._or_reason("peak_memory_bytes", lambda value: f"{value / 1e9:.3f} GB at its peak")
         share = self.memory_efficiency
         return peak if share is None else f"{peak}; {_percent(share)} of the bandwidth"
+
+
+def _without_arguments(program: ProgramRuns) -> dict[str, Any]:
+    return {one.name: getattr(program, one.name) for one in fields(program) if one.name != "arguments"}
 
 
 def _checked(cls: Any, data: Any) -> Any:
@@ -280,6 +360,10 @@ def _checked(cls: Any, data: Any) -> Any:
             raise ValueError(f"{one.name}: got {value!r:.100}, expected printable text")
     if isinstance(made, Profile) and not (made.wall_seconds > 0 and made.devices > 0):
         raise ValueError("wall_seconds and devices: expected more than 0")
+    if isinstance(made, ProgramRuns) and made.arguments_from not in ("", FROM_CALL, FROM_PROGRAM):
+        raise ValueError(
+            f"arguments_from: got {made.arguments_from!r:.100}, expected {FROM_CALL} or {FROM_PROGRAM}"
+        )
     if isinstance(made, Operation) and made.kind not in KINDS:
         raise ValueError(f"kind: got {made.kind!r:.100}, expected one of {', '.join(KINDS)}")
     return made
@@ -290,7 +374,8 @@ def _printable(text: str) -> bool:
     return all(letter.isprintable() or letter in "\n\t" for letter in text)
 
 
-def _seconds(value: float) -> str:
+def seconds_text(value: float) -> str:
+    """A time with its unit."""
     if value >= 1:
         return f"{value:.2f} s"
     return f"{value * 1e3:.2f} ms" if value >= 1e-3 else f"{value * 1e6:.1f} µs"

@@ -16,8 +16,23 @@ import numpy as np
 
 from capibara.observe.errors import ProfileError
 from capibara.observe.profile.events import EventTable, read_events
+from capibara.observe.profile.result import KINDS
+from capibara.observe.profile.timeline import (
+    BINS,
+    MOST_TRACKS,
+    Timeline,
+    Track,
+    covered_until,
+    edges_of,
+    thousandths,
+)
 
-__all__ = ["Trace", "covered", "find_trace", "read_trace"]
+__all__ = ["REGION", "Trace", "covered", "find_trace", "mark_region", "read_trace"]
+
+# An event of this name marks when the region began, on the trace's clock.
+REGION = "capibara_region_begins"
+_OF_PLANE = 100_000  # devices of one plane
+_FOREVER = np.iinfo(np.int64).max
 
 _MODULE = re.compile(r"^(.*)\((\d+)\)$")
 _TPU_NAME = re.compile(r"^%?([^\s=]+) = ")
@@ -34,6 +49,7 @@ class Trace:
       busy_ns: time in which a device ran something, mean over devices.
       exposed_ns: time in which a device ran collectives and nothing else, mean over devices.
       events: operations.
+      timeline: what the devices did when; None if it was not asked for.
     """
 
     counts: dict[tuple[int, str], tuple[int, float]] = field(default_factory=dict)
@@ -42,6 +58,16 @@ class Trace:
     busy_ns: float = 0.0
     exposed_ns: float = 0.0
     events: int = 0
+    timeline: Timeline | None = None
+
+
+def mark_region() -> None:
+    """Note in the trace that is being taken that the region begins now."""
+    import jax
+
+    # As XLA's own events on CPUs, so that the reader of those finds it.
+    with jax.profiler.TraceAnnotation(REGION, hlo_op=REGION, program_id=0, run_id=0, device_ordinal=0):
+        pass
 
 
 def find_trace(folder: str | Path) -> Path:
@@ -58,20 +84,25 @@ def find_trace(folder: str | Path) -> Path:
     return found[-1]
 
 
-def read_trace(path: str | Path, operations: Mapping[int, Mapping[str, bool]]) -> Trace:
+def read_trace(
+    path: str | Path, operations: Mapping[int, Mapping[str, str]], wall_seconds: float | None = None
+) -> Trace:
     """Count the operations of a trace.
 
     Args:
       path: a ``*.xplane.pb`` file.
-      operations: program number → names of its operations, and whether each exchanges data between devices. Others
-        (loops, whose time is that of what they contain; parts of the runtime) are left out.
+      operations: program number → names of its operations, and the kind of each (one of :data:`KINDS`). Others (loops,
+        whose time is that of what they contain; parts of the runtime) are left out.
+      wall_seconds: of the region, for its timeline. It begins at the event of :func:`mark_region`, or else so that the
+        last operation ends with it.
 
     Raises:
       ProfileError: the file is none, or too large.
     """
     table = read_events(path)
     longer = _end(table.rows, table.marks)
-    rows = _placed(table)
+    rows, began = _unmarked(table)
+    rows = _placed(table, rows)
     # Runs are counted of programs that are not known, too.
     programs, program_of = _numbered(rows["program"])
     devices, device_of = _numbered(rows["device"])
@@ -84,16 +115,17 @@ def read_trace(path: str | Path, operations: Mapping[int, Mapping[str, bool]]) -
     trace.runs = dict(
         zip(programs.tolist(), np.bincount(runs, minlength=len(programs)).tolist(), strict=True)
     )
-    # (program, operation) as one number, of those that occur; what each is: 1 work, 2 a collective, 0 left out
+    # (program, operation) as one number, of those that occur; what each is: from 1 on, the kinds in their order, 0 left
+    # out.
     width = len(table.texts) + 1
     pairs, pair_of = _numbered(program_of.astype(np.int64) * width + rows["op"])
     del program_of
     names = [(programs[pair // width].item(), table.texts[pair % width]) for pair in pairs.tolist()]
     kinds = np.zeros(len(pairs), np.int8)
     for place, (program, name) in enumerate(names):
-        collective = operations.get(program, {}).get(name)
-        kinds[place] = 0 if collective is None else 2 if collective else 1
-    kind = kinds[pair_of]
+        kind = operations.get(program, {}).get(name)
+        kinds[place] = 0 if kind is None else 1 + KINDS.index(kind)
+    kind_of = kinds[pair_of]
     times = np.bincount(pair_of, weights=rows["duration_ps"], minlength=len(pairs)) / 1000
     for pair, spent in _united(rows, pair_of, np.flatnonzero(np.isin(rows["op"], longer))).items():
         times[pair] = spent / 1000
@@ -103,18 +135,85 @@ def read_trace(path: str | Path, operations: Mapping[int, Mapping[str, bool]]) -
     }
     trace.events = int(counts[kinds > 0].sum())
     del pair_of
-    for device in range(len(devices)):
-        mine = (device_of == device) & (kind > 0)
+    edges = None if wall_seconds is None else _edges(rows, kind_of > 0, began, wall_seconds)
+    tracks: list[Track] = []
+    for number, device in enumerate(devices.tolist()):
+        mine = (device_of == number) & (kind_of > 0)
         if not mine.any():
             continue
         trace.devices += 1
-        both = covered(rows["start_ps"][mine], rows["duration_ps"][mine])
-        mine &= kind == 1
-        trace.busy_ns += both / 1000
-        trace.exposed_ns += (both - covered(rows["start_ps"][mine], rows["duration_ps"][mine])) / 1000
+        kept = edges if len(tracks) < MOST_TRACKS else None
+        shares, busy, exposed = _device(
+            rows["start_ps"][mine], rows["duration_ps"][mine], kind_of[mine], kept
+        )
+        trace.busy_ns += busy / 1000
+        trace.exposed_ns += exposed / 1000
+        if kept is not None:
+            tracks.append(Track(_device_name(device, table), shares))
     trace.busy_ns /= max(1, trace.devices)
     trace.exposed_ns /= max(1, trace.devices)
+    if wall_seconds is not None:
+        trace.timeline = Timeline(wall_seconds, BINS, tuple(tracks), trace.devices - len(tracks))
     return trace
+
+
+def _unmarked(table: EventTable) -> tuple[np.ndarray, int | None]:
+    """The events without that of :func:`mark_region`, and its time."""
+    rows = table.rows
+    if REGION not in table.texts:
+        return rows, None
+    marks = np.flatnonzero(rows["op"] == table.texts.index(REGION))
+    if not len(marks):
+        return rows, None
+    began = int(rows["start_ps"][marks].max())
+    for mark in marks[::-1].tolist():  # in place: there may be millions
+        rows[mark] = rows[-1]
+        rows = rows[:-1]
+    return rows, began
+
+
+def _edges(rows: np.ndarray, counted: np.ndarray, began: int | None, wall_seconds: float) -> np.ndarray:
+    """The parts of the region's time, on the trace's clock."""
+    wall = max(BINS, round(wall_seconds * 1e12))
+    if counted.any():
+        ends = rows["start_ps"] + rows["duration_ps"]
+        last = int(ends.max(initial=0, where=counted))
+        first = int(rows["start_ps"].min(initial=_FOREVER, where=counted))
+        # Clocks of devices that are told apart from the host's.
+        off = wall // 50 + 1_000_000_000
+        if began is None or first < began - off or last > began + wall + off:
+            began = last - wall
+    return edges_of(began or 0, wall, BINS)
+
+
+def _device(
+    starts: np.ndarray, lengths: np.ndarray, kind_of: np.ndarray, edges: np.ndarray | None
+) -> tuple[dict[str, tuple[int, ...]], int, int]:
+    """Of one device: shares of each part of the time by kind; the time at work; and that with collectives alone."""
+    order = np.argsort(starts, kind="stable")
+    starts, lengths, kind_of = starts[order], lengths[order], kind_of[order]
+    del order
+    times = np.append(np.zeros(0, np.int64) if edges is None else edges, _FOREVER)
+    until = np.zeros(len(times), np.int64)
+    rows: dict[str, np.ndarray] = {}
+    exposed = 0
+    for number, kind in enumerate(KINDS, 1):
+        before = until
+        if (kind_of == number).any():
+            upto = kind_of <= number
+            until = covered_until(starts[upto], lengths[upto], times)
+        if kind == "collective":
+            exposed = int(until[-1] - before[-1])
+        rows[kind] = np.diff((until - before)[:-1]).astype(float)
+    shares = {} if edges is None else thousandths(rows, np.diff(edges))
+    return shares, int(until[-1]), exposed
+
+
+def _device_name(device: int, table: EventTable) -> str:
+    """``"tpu:3"``, ``"cpu:0"``, from the name of the plane and the number that an event says."""
+    plane = list(dict.fromkeys(plane for plane, _ in table.lines))[device // _OF_PLANE]
+    found = re.fullmatch(r"/device:([A-Za-z]+):(\d{1,6})", plane)
+    return f"{found[1].lower()}:{found[2]}" if found else f"cpu:{device % _OF_PLANE}"
 
 
 def _numbered(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -135,14 +234,13 @@ def covered(starts: np.ndarray, lengths: np.ndarray) -> int:
     return int(np.maximum(0, ends - np.maximum(before, starts)).sum())
 
 
-def _placed(table: EventTable) -> np.ndarray:
+def _placed(table: EventTable, rows: np.ndarray) -> np.ndarray:
     """Events of operations, each with its program, and devices numbered apart from one another."""
-    rows = table.rows
     if not len(rows):
         return rows
     planes = {plane: number for number, plane in enumerate(dict.fromkeys(plane for plane, _ in table.lines))}
     plane_of = np.array([planes[plane] for plane, _ in table.lines], np.int32)[rows["line"]]
-    rows["device"] += plane_of * 100_000
+    rows["device"] += plane_of * _OF_PLANE
     tpu = np.array([plane.startswith("/device:TPU:") for plane, _ in table.lines])[rows["line"]]
     said = ~tpu & (rows["op"] >= 0) & (rows["program"] >= 0)
     if said.all():
