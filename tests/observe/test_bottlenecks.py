@@ -308,6 +308,71 @@ def test_time_between_operations_of_one_program_is_not_the_host():
     assert kinds(replace(loop, events=20)) == ["idle"]
 
 
+# A second in which a GPU ran 20,000 kernels of one program, each started 40 µs after the one before.
+WITHIN = replace(
+    BASE,
+    devices=1,
+    chip="nvidia-h100-sxm",
+    busy_seconds=0.1,
+    within_seconds=0.8,
+    events=20_000,
+    perturbation=0.06,
+)
+SMALL = replace(PRODUCT, dtype="bf16", count=10_000, seconds=0.05, flops=10**9, bytes=10**7, products=10_000)
+
+
+def test_kernels_that_are_started_one_by_one():
+    (found,) = find_bottlenecks(WITHIN).bottlenecks
+    assert found.kind == "dispatch"
+    assert found.description.startswith("20,000 kernels of 5 µs each were started one by one")
+    # The 3 µs that recording each takes are the profiler's.
+    assert found.evidence["part"] == pytest.approx(0.8 - 0.06)
+    assert kinds(replace(WITHIN, within_seconds=0.3, busy_seconds=0.65)) == []
+
+
+def test_waiting_between_small_products_on_a_gpu_is_theirs():
+    (found,) = find_bottlenecks(replace(WITHIN, operations=(SMALL,))).bottlenecks
+    # Half of the kernels, and so of the time between them.
+    assert (found.kind, found.predicted_gain) == ("small_products", pytest.approx(0.05 + 0.4, abs=0.01))
+
+
+def test_a_gpu_waits_while_python_is_called():
+    called = replace(
+        PRODUCT,
+        kind="kernel",
+        opcode="xla_ffi_python_gpu_callback",
+        flops=0,
+        dtype="",
+        count=300,
+        seconds=4e-4,
+    )
+    (found,) = find_bottlenecks(replace(WITHIN, events=1500, operations=(called,))).bottlenecks
+    assert (found.kind, found.predicted_gain) == ("callback", pytest.approx(0.8, abs=0.01))
+
+
+def test_recording_kernels_is_not_waiting_for_the_host():
+    """The profiler's own part of the time is no fault of the program."""
+    recorded = replace(WITHIN, within_seconds=0.0, busy_seconds=0.4, events=12_000)
+    assert kinds(replace(recorded, perturbation=0.5)) == []
+    assert kinds(recorded) == ["idle"]
+
+
+def test_copies_beside_other_work_cost_nothing():
+    copied = replace(PRODUCT, name="copy.1", kind="copy", opcode="copy", flops=0, dtype="bf16", seconds=0.5)
+    busy = replace(
+        BASE, devices=1, busy_seconds=0.95, operations=(copied, replace(PRODUCT, dtype="bf16", seconds=0.45))
+    )
+    assert kinds(busy) == ["copies"]
+    assert kinds(replace(busy, operations=(copied, replace(PRODUCT, dtype="bf16", seconds=0.9)))) == []
+
+
+def test_float64_on_a_gpu_is_measured_at_its_rates():
+    (found,) = find_bottlenecks(
+        replace(BASE, chip="nvidia-h100-sxm", operations=(replace(PRODUCT, dtype="f64"),))
+    ).bottlenecks
+    assert (found.kind, found.predicted_gain) == ("float64", pytest.approx(0.8 * (1 - 67 / 494.5)))
+
+
 def test_starting_programs_is_not_waiting_for_input():
     """A hundred steps of 350 µs, each started 130 µs after the end of the one before; and steps that wait 10 ms."""
     steps = ProgramRuns("jit_step", 100, 0.035, 0, 0, None)

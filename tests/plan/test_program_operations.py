@@ -138,3 +138,98 @@ def test_padding_costs_what_the_compiler_of_a_tpu_says():
         saved = 1 - whole_cycles * flops / whole_flops / cycles
         errors.append(abs((1 - flops / tiles) / saved - 1))
     assert float(np.median(errors)) <= 0.15  # each was within 13 %
+
+
+# Of programs for an H200: cuDNN's calls, and a vector's product with a matrix, which XLA multiplies and sums.
+CONVOLUTION = """HloModule jit_f, is_scheduled=true
+
+ENTRY %main.1 (x: f32[4,16,16,8], k: f32[8,3,3,32]) -> f32[4,16,16,32] {
+  %x = f32[4,16,16,8]{3,2,1,0} parameter(0)
+  %k = f32[8,3,3,32]{3,2,1,0} parameter(1)
+  %cudnn-conv.1 = (f32[4,16,16,32]{3,2,1,0}, u8[131]{0}) custom-call(%x, %k), LABELS, TARGET
+  ROOT %gte = f32[4,16,16,32]{3,2,1,0} get-tuple-element(%cudnn-conv.1), index=0
+}
+"""
+CONVOLUTION = CONVOLUTION.replace("LABELS", "window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_i01o->b01f")
+CONVOLUTION = CONVOLUTION.replace("TARGET", 'custom_call_target="__cudnn$convForward"')
+BACKWARD = (
+    CONVOLUTION.replace("convForward", "convBackwardInput")
+    .replace("(f32[4,16,16,32]{3,2,1,0}, u8[131]{0})", "(f32[4,16,16,8]{3,2,1,0}, u8[131]{0})")
+    .replace("%x = f32[4,16,16,8]", "%x = f32[4,16,16,32]")
+)
+FILTER = (
+    CONVOLUTION.replace("convForward", "convBackwardFilter")
+    .replace("(f32[4,16,16,32]{3,2,1,0}, u8[131]{0})", "(f32[8,3,3,32]{3,2,1,0}, u8[131]{0})")
+    .replace("%k = f32[8,3,3,32]", "%k = f32[4,16,16,32]")
+)
+# Of 3 × 3 taps those that meet the input: 16 outputs with 3 taps, less one at each edge.
+CONVOLUTION_FLOPS = 2 * 4 * (16 * 3 - 2) ** 2 * 8 * 32
+
+
+@pytest.mark.parametrize("text", [CONVOLUTION, BACKWARD, FILTER], ids=["forward", "input", "filter"])
+def test_convolutions_of_a_library(text: str):
+    (found,) = [one for one in read_operations(text) if one.flops]
+    assert found.flops == CONVOLUTION_FLOPS
+
+
+@pytest.mark.parametrize(
+    ("target", "mask", "products"),
+    [
+        ("__cudnn$fmhaSoftmax", "NO_MASK", 4),
+        ("__cudnn$fmhaSoftmax", "CAUSAL", 2),
+        ("__cudnn$fmhaSoftmaxBackward", "CAUSAL", 5),
+    ],
+)
+def test_attention_of_a_library(target: str, mask: str, products: int):
+    shape = '"intermediate_tensor_shape": {"element_type": "BF16", "dimensions": ["4", "16", "2048", "2048"]}'
+    dots = '"bmm1_dot_dimension_numbers": {"lhs_contracting_dimensions": ["3"]}'
+    text = f"""HloModule jit_f, is_scheduled=true
+
+ENTRY %main.1 (q: bf16[4,2048,16,64]) -> bf16[4,16,2048,64] {{
+  %q = bf16[4,2048,16,64]{{3,2,1,0}} parameter(0)
+  %fwd.4 = (bf16[4,16,2048,64]{{3,1,2,0}}, u8[256]{{0}}) custom-call(%q, %q, %q), custom_call_target="{target}", CONFIG
+  ROOT %gte = bf16[4,16,2048,64]{{3,1,2,0}} get-tuple-element(%fwd.4), index=0
+}}
+""".replace(
+        "CONFIG",
+        f'backend_config={{"cudnn_fmha_backend_config": {{{shape}, "mask_type": "{mask}", {dots}}}}}',
+    )
+    (found,) = [one for one in read_operations(text) if one.flops]
+    assert found.flops == products * 4 * 16 * 2048 * 2048 * 64
+
+
+SUMMED = """HloModule jit_f, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%fused (x: f32[128], w: f32[128,256]) -> f32[256] {
+  %x = f32[128]{0} parameter(0)
+  %w = f32[128,256]{1,0} parameter(1)
+  %wide = f32[128,256]{1,0} broadcast(%x), dimensions={0}
+  %each = f32[128,256]{1,0} multiply(%wide, %w)METADATA
+  %zero = f32[] constant(0)
+  ROOT %reduce = f32[256]{0} reduce(%each, %zero), dimensions={0}, to_apply=%addMETADATA
+}
+
+ENTRY %main.1 (x: f32[128], w: f32[128,256]) -> f32[256] {
+  %x = f32[128]{0} parameter(0)
+  %w = f32[128,256]{1,0} parameter(1)
+  ROOT %input_reduce_fusion = f32[256]{0} fusion(%x, %w), kind=kInput, calls=%fusedMETADATA
+}
+""".replace("METADATA", ', metadata={op_name="jit(f)/dot_general"}')
+
+
+def test_a_product_that_became_a_sum():
+    (found,) = read_operations(SUMMED)
+    assert (found.flops, found.products, found.dtype) == (2 * 128 * 256, 1, "f32")
+    assert found.tiled_flops == found.flops
+
+
+def test_sums_that_are_no_product():
+    """A sum of its own, and the second part of a product that was cut along its contracted side."""
+    assert read_operations(SUMMED.replace("dot_general", "reduce_sum"))[0].flops == 0
+    assert read_operations(SUMMED.replace("multiply(%wide, %w)", "copy(%w)"))[0].flops == 0

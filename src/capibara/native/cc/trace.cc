@@ -13,7 +13,7 @@ struct Row {
   int64_t duration_ps;
   int64_t program;  // -1: not said
   int64_t run;
-  int64_t flow;  // of an operation and of the mark of its end, on CPUs; 0: none
+  int64_t flow;  // on CPUs, of an operation and of the mark of its end; on GPUs, the scope it was started in; 0: none
   int32_t line;
   int32_t name;
   int32_t op;  // -1: not said
@@ -22,6 +22,10 @@ struct Row {
 // The end of an operation that goes on behind its span, on CPUs.
 struct Mark {
   int64_t end_ps, flow, op;
+};
+// On GPUs: what the host was at when it started work, within what else it was at.
+struct Scope {
+  int64_t id, outer;
 };
 struct Piece {
   int64_t offset, size;
@@ -99,9 +103,11 @@ struct Reader {
   int64_t line_capacity;
   Mark* marks;
   int64_t mark_capacity;
+  Scope* scopes;
+  int64_t scope_capacity;
 
   bool fine = true;
-  int64_t count = 0, line_count = 0, mark_count = 0, base = INT64_MAX;
+  int64_t count = 0, line_count = 0, mark_count = 0, scope_count = 0, base = INT64_MAX;
   std::unordered_map<std::string_view, int32_t> known;
 
   int32_t intern(std::string_view text) {
@@ -146,7 +152,7 @@ struct Reader {
   }
 
   struct Meanings {
-    uint64_t op = 0, program = 0, run = 0, correlation = 0, device = 0, begins = 0, ends = 0;
+    uint64_t op = 0, program = 0, run = 0, device = 0, begins = 0, ends = 0, scope = 0;
   };
 
   // The latest operation of a line.
@@ -201,8 +207,8 @@ struct Reader {
         }
       }
       if (key == mean.program) row.program = static_cast<int64_t>(whole);
-      if (key == mean.run || (key == mean.correlation && row.run == 0)) row.run = static_cast<int64_t>(whole);
-      if (key == mean.begins || key == mean.ends) row.flow = static_cast<int64_t>(whole);
+      if (key == mean.run) row.run = static_cast<int64_t>(whole);
+      if (key == mean.begins || key == mean.ends || key == mean.scope) row.flow = static_cast<int64_t>(whole);
       if (key == mean.device) row.device = static_cast<int32_t>(whole);
     }
     fine = fine && one.fine;
@@ -230,6 +236,23 @@ struct Reader {
     ++count;
   }
 
+  // The plane of scopes has no events: each of its stats has a scope's number as its key, and the outer one's as its value.
+  void nesting(Bytes whole) {
+    uint64_t value;
+    Bytes inner{}, field{};
+    while (const uint32_t number = whole.next(value, inner)) {
+      if (number != 6) continue;
+      Scope scope{0, 0};
+      while (const uint32_t part = inner.next(value, field)) {
+        if (part == 1) scope.id = static_cast<int64_t>(value);
+        if (part == 3 || part == 4) scope.outer = static_cast<int64_t>(value);
+      }
+      fine = fine && inner.fine;
+      if (scope_count < scope_capacity) scopes[scope_count] = scope;
+      ++scope_count;
+    }
+  }
+
   void plane(Bytes whole) {
     uint64_t value;
     Bytes inner{}, field{}, again = whole;
@@ -242,15 +265,16 @@ struct Reader {
       if (number == 5) entry(inner, stats);
     }
     fine = fine && whole.fine;
+    if (name == "/host:__ScopeRangeCallStack__") return nesting(again);
     Meanings mean;
     for (const auto& [id, text] : stats) {
       if (text == "hlo_op") mean.op = id;
       if (text == "program_id") mean.program = id;
       if (text == "run_id") mean.run = id;
-      if (text == "correlation_id") mean.correlation = id;
       if (text == "device_ordinal") mean.device = id;
       if (text == "_p") mean.begins = id;
       if (text == "_c") mean.ends = id;
+      if (text == "scope_range_id") mean.scope = id;
     }
     const bool every = name.substr(0, 12) == "/device:TPU:";
     while (const uint32_t number = again.next(value, inner)) {
@@ -276,13 +300,15 @@ struct Reader {
 
 }  // namespace
 
-// Fills as much as there is room for and says in `counts` how many rows, texts, lines and marks there are. False: the bytes are
-// not such a trace.
+// Fills as much as there is room for and says in `counts` how many rows, texts, lines, marks and scopes there are. False: the
+// bytes are not such a trace.
 CAPIBARA_EXPORT int32_t capibara_trace_rows(const uint8_t* data, int64_t size, void* rows, int64_t capacity,
                                             void* pieces, int64_t piece_capacity, void* lines, int64_t line_capacity,
-                                            void* marks, int64_t mark_capacity, int64_t* counts) {
+                                            void* marks, int64_t mark_capacity, void* scopes, int64_t scope_capacity,
+                                            int64_t* counts) {
   Reader reader{data, size, static_cast<Row*>(rows), capacity, static_cast<Piece*>(pieces), piece_capacity,
-                static_cast<Line*>(lines), line_capacity, static_cast<Mark*>(marks), mark_capacity};
+                static_cast<Line*>(lines), line_capacity, static_cast<Mark*>(marks), mark_capacity,
+                static_cast<Scope*>(scopes), scope_capacity};
   Bytes space{data, data + size}, plane{};
   reader.earliest(space);
   uint64_t value;
@@ -293,5 +319,6 @@ CAPIBARA_EXPORT int32_t capibara_trace_rows(const uint8_t* data, int64_t size, v
   counts[1] = static_cast<int64_t>(reader.known.size());
   counts[2] = reader.line_count;
   counts[3] = reader.mark_count;
+  counts[4] = reader.scope_count;
   return reader.fine && space.fine;
 }

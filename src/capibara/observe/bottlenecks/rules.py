@@ -12,6 +12,7 @@ from capibara.errors import CapibaraError
 from capibara.hardware import get_chip
 from capibara.observe.bottlenecks.finding import Bottleneck
 from capibara.observe.profile import Operation, Profile
+from capibara.observe.profile.capture import GPU_EVENT_SECONDS
 
 __all__ = ["RULES"]
 
@@ -43,6 +44,11 @@ _BETWEEN_OPERATIONS = 0.25e-6
 # Starting a program takes at least this (50 to 100 µs were measured on a CPU, for 1 to 300 runs), whoever prepares its
 # input; where it is long beside the program, `dispatch` says so.
 _START = 50e-6
+# The same of a GPU (15 to 20 µs were measured on an H200, for each turn of a loop of a few small operations), which
+# remains where a loop in Python becomes one in a program.
+_TURN_ON_GPU = 16e-6
+# Beside a callback's own time: a kernel of a program that waits for the host each time is started this late.
+_START_ON_GPU = 3e-6
 # How XLA calls Python on CPUs and GPUs; on TPUs it exchanges arrays with the host.
 _CALLS_PYTHON = re.compile(r"^xla_\w*python_(cpu|gpu)_callback$|^(send|recv)(-done)?$")
 _PRIMITIVE = re.compile(r"^jit__?[a-z][a-z_0-9]*$")
@@ -114,7 +120,10 @@ def recompilation(profile: Profile) -> Bottleneck | None:
 
 def _idle(profile: Profile) -> float:
     """The part of the time in which devices waited for the host, and not for a compiler or between operations."""
-    between = profile.events / profile.devices * _BETWEEN_OPERATIONS / profile.wall_seconds
+    if profile.within_seconds is not None:
+        between = profile.within_seconds / profile.wall_seconds
+    else:
+        between = profile.events / profile.devices * _BETWEEN_OPERATIONS / profile.wall_seconds
     return max(0.0, (profile.idle_share or 0.0) - _compiling(profile) - between)
 
 
@@ -131,6 +140,9 @@ def _starts_tiny(profile: Profile) -> bool:
 def idle(profile: Profile) -> Bottleneck | None:
     """Devices that wait for the host: for input, for Python."""
     part = _idle(profile) - _runs(profile) / profile.devices * _START / profile.wall_seconds
+    if profile.platform == "gpu":
+        # Recording kernels is the host's work, too, and long beside that of starting them.
+        part -= profile.perturbation or 0.0
     if part < _IDLE or not profile.events or _starts_tiny(profile):
         return None
     # Where operations are programs of their own, the time between them is part of what `unfused` says; and where large
@@ -161,9 +173,10 @@ def dispatch(profile: Profile) -> Bottleneck | None:
     """Many programs that are as long to start as to run."""
     part = _idle(profile)
     if part < _IDLE or not _starts_tiny(profile):
-        return None
+        return _kernels_one_by_one(profile)
     runs = _runs(profile)
     names = [one.name for one in sorted(profile.programs, key=lambda one: -one.runs)[:5]]
+    left = _TURN_ON_GPU * runs / profile.devices / profile.wall_seconds if profile.platform == "gpu" else 0.0
     return Bottleneck(
         "dispatch",
         f"{runs:,} programs of {1e6 * (profile.busy_seconds or 0) * profile.devices / runs:.0f} µs each were started; "
@@ -171,14 +184,34 @@ def dispatch(profile: Profile) -> Bottleneck | None:
         "Put the loop or the whole step under jax.jit, with jax.lax.scan for many short steps: "
         + ", ".join(names),
         {"runs": runs, "idle_share": profile.idle_share, "programs": names},
-        part,
+        part - min(left, part / 2),
+    )
+
+
+def _kernels_one_by_one(profile: Profile) -> Bottleneck | None:
+    """Operations of one program, on a GPU, that are as long to start as to run."""
+    recorded = GPU_EVENT_SECONDS * profile.events / profile.devices
+    part = ((profile.within_seconds or 0.0) - recorded) / profile.wall_seconds
+    # Of these the remedy is another.
+    if part < _IDLE or _callbacks(profile) or small_products(profile) is not None:
+        return None
+    longest = max(profile.programs, key=lambda one: one.seconds, default=None)
+    each = 1e6 * (profile.busy_seconds or 0.0) * profile.devices / max(1, profile.events)
+    return Bottleneck(
+        "dispatch",
+        f"{profile.events:,} kernels of {each:.0f} µs each were started one by one; devices were idle for "
+        f"{_percent(part)} of the time between those of one program",
+        "Give each operation more work (larger batches, several sequences or heads at once), or let jax.lax.scan and "
+        "fori_loop unroll a few turns (unroll=8): XLA starts what lies between two loops as one CUDA graph",
+        {"kernels": profile.events, "part": part, "programs": [longest.name] if longest else []},
+        part / 2,
     )
 
 
 def unfused(profile: Profile) -> Bottleneck | None:
     """Large arrays that go to memory and back for every operation, because each is a program of its own."""
-    if dispatch(profile) is not None:
-        return None  # the same remedy, and the time is that of starting them
+    if _starts_tiny(profile) and _idle(profile) >= _IDLE:
+        return None  # `dispatch` has the same remedy, and the time is that of starting them
     names = _primitives(profile)
     alone = [
         one for one in profile.operations if one.program in names and not one.flops and one.kind == "compute"
@@ -193,7 +226,12 @@ def unfused(profile: Profile) -> Bottleneck | None:
     per_call = sum(one.bytes / one.count for one in alone)
     array = max(one.bytes / one.count for one in alone) / 2
     reductions = sum("reduce" in one.path.rpartition("/")[2] for one in alone)
-    left = min(1.0, max(1 / chain, (2 + reductions) * array / per_call))
+    if profile.platform == "gpu":
+        # Memory sets the time of all of them there; one operation may run several times in a turn.
+        turns = min(one.count for one in alone)
+        left = min(1.0, (2 + reductions) * array / (sum(one.bytes for one in alone) / turns))
+    else:
+        left = min(1.0, max(1 / chain, (2 + reductions) * array / per_call))
     gain = (part + _idle(profile)) * (1 - left)
     return Bottleneck(
         "unfused",
@@ -225,17 +263,21 @@ def small_products(profile: Profile) -> Bottleneck | None:
         if (program, count) in waiting:
             continue  # it is Python that they wait for
         # What runs once for each product and moves little (a loop's counter, slices, copies) runs less often with them.
+        kinds = ("compute", "copy", "kernel") if profile.platform == "gpu" else ("compute", "copy")
         others = sum(
             one.seconds
             for one in profile.operations
             if (one.program, one.count) == (program, count)
             and not one.flops
-            and one.kind in ("compute", "copy")
+            and one.kind in kinds
             and one.bytes / count < _LITTLE_DATA
         )
         # As one product they would read once what they now read each time, and have a good product's rate.
         good = sum(max(one.flops / peak, (one.bytes - one.reread) / bandwidth) for one in products) / _GOOD
         spent = sum(one.seconds for one in products) + others
+        # On a GPU the time until the next operation begins is part of what each costs.
+        started = sum(one.count for one in profile.operations if (one.program, one.count) == (program, count))
+        spent += (profile.within_seconds or 0.0) * profile.devices * started / max(1, profile.events)
         if spent > 3 * good:
             slow += products
             saved += spent - good
@@ -302,8 +344,17 @@ def float64(profile: Profile) -> Bottleneck | None:
         f"{_from(longest)}",
         "Leave jax_enable_x64 off, or cast to float32: half the bytes, and at least twice the rate",
         {"operations": [one.name for one in wide][:10], "part": part},
-        part / 2,
+        part / 2 + _spent(profile, products) * (0.5 - _rate_of_float64(profile)),
     )
+
+
+def _rate_of_float64(profile: Profile) -> float:
+    """Of products, beside float32 as JAX multiplies it; at most a half."""
+    try:
+        peaks = get_chip(profile.chip).peak_flops
+        return min(0.5, peaks["float64"] / peaks.get("tf32", peaks["float32"]))
+    except (CapibaraError, KeyError):
+        return 0.5
 
 
 def float32(profile: Profile) -> Bottleneck | None:
@@ -354,6 +405,10 @@ def callback(profile: Profile) -> Bottleneck | None:
     """Python that a compiled program calls and waits for."""
     called = _callbacks(profile)
     part = _spent(profile, called)
+    if called and profile.within_seconds is not None:
+        # A GPU does nothing meanwhile: what it has of the call is a copy of the arguments.
+        waiting = profile.within_seconds - profile.events / profile.devices * _START_ON_GPU
+        part = min(1.0, part + max(0.0, waiting) / profile.wall_seconds)
     if part < _CALLBACK:
         return None
     longest = max(called, key=lambda one: one.seconds)
@@ -382,14 +437,20 @@ def copies(profile: Profile) -> Bottleneck | None:
         "Keep arrays in the order in which products take them (contract with jnp.einsum instead of transposing), and "
         "donate what is not needed again (jax.jit(donate_argnums=…))",
         {"operations": [one.name for one in moved][:10], "part": part},
-        part + (_idle(profile) if part > _idle(profile) else 0.0),
+        part + (_idle(profile) if part > _idle(profile) and profile.platform != "gpu" else 0.0),
     )
 
 
 def _copied(profile: Profile) -> tuple[list[Operation], float]:
     """Operations that only move arrays, and their part of the time."""
     moved = [one for one in profile.operations if one.kind == "copy" or _only_moves(one)]
-    return moved, _spent(profile, moved)
+    part = _spent(profile, moved)
+    if profile.platform == "gpu":  # beside other work a copy costs nothing
+        beside = sum(one.seconds for one in profile.operations) / profile.devices - (
+            profile.busy_seconds or 0.0
+        )
+        part = max(0.0, part - max(0.0, beside) / profile.wall_seconds)
+    return moved, part
 
 
 def _only_moves(one: Operation) -> bool:

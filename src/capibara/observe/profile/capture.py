@@ -32,17 +32,20 @@ from capibara.observe.profile.arguments import (
     MOST_ARGUMENTS,
     program_arguments,
 )
+from capibara.observe.profile.modules import module_digest, module_name, traced_modules
 from capibara.observe.profile.programs import Held, HeldPrograms, KnownProgram, known_program
 from capibara.observe.profile.result import Operation, Profile, ProgramRuns
 from capibara.observe.profile.timeline import Timeline, host_track
 from capibara.observe.profile.trace import Trace, covered, find_trace, mark_region, read_trace
 
-__all__ = ["Capture", "Captured", "capture", "prepare_folder"]
+__all__ = ["GPU_EVENT_SECONDS", "Capture", "Captured", "capture", "prepare_folder"]
 
 # A run of a program must have at least this share of the operations that its text lists, or the tracer dropped some.
 _COMPLETE = 0.98
 # Seconds for which a thread must be awake without a break to be taken for one that never sleeps.
 _RESTLESS = 10.0
+# What CUPTI takes: of seven programs the region was longer by 0.8 to 1.4 times what these say, or less.
+GPU_EVENT_SECONDS, _GPU_RUN_SECONDS = 3e-6, 12e-6
 _NO_TRACE = "no trace was taken: capture_flops, capture_communication or capture_kernel_details asks for one"
 
 
@@ -156,7 +159,8 @@ def _start(folder: Path) -> None:
     options = jax.profiler.ProfileOptions()
     # Python's tracer records every call of a function, which slows a program several times.
     options.python_tracer_level = 0
-    options.host_tracer_level = 2
+    # XLA on CPUs tells its operations at this level; beside a GPU each one would slow the host that starts the kernels.
+    options.host_tracer_level = 1 if jax.local_devices()[0].platform == "gpu" else 2
     try:
         jax.profiler.start_trace(str(folder), profiler_options=options)
     except RuntimeError as error:
@@ -373,8 +377,9 @@ def _result(
     programs: tuple[ProgramRuns, ...] = ()
     operations: tuple[Operation, ...] = ()
     if what.traces:
-        known = _KnownPrograms(loaded, reasons)
-        trace, programs, operations = _counted(find_trace(str(folder)), known, began, wall, reasons)
+        path = find_trace(str(folder))
+        known = _KnownPrograms(loaded, path, reasons)
+        trace, programs, operations = _counted(path, known, began, wall, reasons)
         texts = known.texts
     if peak is not None and held:
         # Where the system hands out the same pages again, at least what a program needs beside the arrays.
@@ -419,14 +424,27 @@ def _result(
         compiled=counts.programs,
         compile_seconds=counts.seconds,
         events=trace.events,
-        perturbation=cost * trace.events / max(1, trace.devices) / wall if what.traces else None,
+        perturbation=_perturbation(device.platform, trace, cost, wall, reasons) if what.traces else None,
         programs=programs,
         operations=operations if what.kernels else (),
         reasons=reasons,
         versions=machine_description(devices=False)["versions"],
+        within_seconds=None if trace.within_ns is None else trace.within_ns / 1e9,
         timeline=trace.timeline,
     )
     return profile, texts
+
+
+def _perturbation(platform: str, trace: Trace, cost: float, wall: float, reasons: dict[str, str]) -> float:
+    """Share of the region's time that recording took."""
+    spent = cost * trace.events
+    if platform == "gpu":
+        spent = GPU_EVENT_SECONDS * trace.events + _GPU_RUN_SECONDS * sum(trace.runs.values())
+        reasons["perturbation"] = (
+            f"estimated: recording takes the host about {1e6 * GPU_EVENT_SECONDS:.0f} µs for a kernel and "
+            f"{1e6 * _GPU_RUN_SECONDS:.0f} µs for a run (measured on an H200); less where devices had work"
+        )
+    return min(1.0, spent / max(1, trace.devices) / wall)
 
 
 class _KnownPrograms(Mapping[int, Mapping[str, str]]):
@@ -435,25 +453,49 @@ class _KnownPrograms(Mapping[int, Mapping[str, str]]):
     A process may hold hundreds of programs of which few ran.
     """
 
-    def __init__(self, loaded: Mapping[int, list[Held]], reasons: dict[str, str]) -> None:
+    def __init__(self, loaded: Mapping[int, list[Held]], trace: Path, reasons: dict[str, str]) -> None:
+        import jax
+
         self._loaded, self._reasons = loaded, reasons
         self._read: dict[int, list[KnownProgram]] = {}
+        self._digests: dict[int, bytes] = {}
+        self._meant: dict[int, list[Held]] = {}
         self.texts: dict[int, str] = {}
+        self.trips = _Trips(self)
+        # Loaded programs of others have numbers of their own: see capibara.observe.profile.modules.
+        on_cpu = jax.local_devices()[0].platform == "cpu"
+        self._numbers_are_traced = on_cpu and not _reads_programs()
+        self._traced = {} if on_cpu else traced_modules(trace)
 
     def candidates(self, number: int) -> list[KnownProgram]:
-        """The programs that may be meant by a number: those that have it, or else all.
-
-        A program that JAX read from its persistent cache is listed under another number than the trace has.
-        """
+        """The programs that may be meant by a number of the trace; all, if nothing is known of it."""
         found = self._programs(number)
-        if found and not _reads_programs():
+        if found and self._is_sure(number):
             return found
-        return [one for other in self._loaded for one in self._programs(other)]
+        others = [one for other in self._loaded for one in self._programs(other)]
+        return [*found, *(one for one in others if all(one is not this for this in found))]
+
+    def _is_sure(self, number: int) -> bool:
+        return self._numbers_are_traced or bool(self._same_as_traced(number))
+
+    def _same_as_traced(self, number: int) -> list[Held]:
+        """The loaded programs that are what the trace has under a number."""
+        if number not in self._meant and number in self._traced:
+            traced = self._traced[number]
+            name, digest = module_name(traced), module_digest(traced)
+            held = [one for others in self._loaded.values() for one in others if one.module.name == name]
+            self._meant[number] = [one for one in held if self._digest(one.module) == digest]
+        return self._meant.get(number, [])
+
+    def _digest(self, module: Any) -> bytes:
+        if id(module) not in self._digests:
+            self._digests[id(module)] = module_digest(module.as_serialized_hlo_module_proto())
+        return self._digests[id(module)]
 
     def _programs(self, number: int) -> list[KnownProgram]:
         if number not in self._read:
             self._read[number] = []
-            for module, temporary, call in self._loaded.get(number, ()):
+            for module, temporary, call in self._same_as_traced(number) or self._loaded.get(number, ()):
                 try:
                     self._read[number].append(known_program(module.to_string(), temporary, call))
                 except CapibaraError as error:
@@ -471,10 +513,11 @@ class _KnownPrograms(Mapping[int, Mapping[str, str]]):
         fewest = min(len(one.operations) for one in found)
         found = [one for one in found if len(one.operations) == fewest]
         chosen = next((one for one in found if one in own), found[0])
-        if _reads_programs() and len({_work(one) for one in found}) > 1:
+        if not self._is_sure(number) and len({_work(one) for one in found}) > 1:
+            cached = "it may have come from JAX's persistent cache, and " if _reads_programs() else ""
+            remedy = ". Profile without the cache (JAX_ENABLE_COMPILATION_CACHE=false)" if cached else ""
             self._reasons[f"program {number}"] = (
-                f"it may have come from JAX's persistent cache, and {len(found)} programs like {chosen.name} are "
-                "loaded: which of them ran is not known. Profile without the cache (JAX_ENABLE_COMPILATION_CACHE=false)"
+                f"{cached}{len(found)} programs like {chosen.name} are loaded: which of them ran is not known{remedy}"
             )
         self.texts[number] = chosen.text
         return chosen
@@ -487,6 +530,26 @@ class _KnownPrograms(Mapping[int, Mapping[str, str]]):
 
     def __len__(self) -> int:
         return len(self._loaded)
+
+
+class _Trips(Mapping[int, Mapping[str, int | None]]):
+    """How often operations run in one run of each program."""
+
+    def __init__(self, known: _KnownPrograms) -> None:
+        self._known = known
+
+    def __getitem__(self, number: int) -> Mapping[str, int | None]:
+        return {
+            name: about.trips
+            for one in self._known.candidates(number)
+            for name, about in one.operations.items()
+        }
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
 
 
 def _reads_programs() -> bool:
@@ -505,10 +568,15 @@ def _work(program: KnownProgram) -> tuple[tuple[str, int | None, int | None, int
 def _counted(
     path: Path, known: _KnownPrograms, began: float, wall: float, reasons: dict[str, str]
 ) -> tuple[Trace, tuple[ProgramRuns, ...], tuple[Operation, ...]]:
-    trace = read_trace(path, known, wall)
+    trace = read_trace(path, known, wall, known.trips)
     seen: dict[int, set[str]] = {number: set() for number in trace.runs}
     for number, name in trace.counts:
         seen[number].add(name)
+    for number in trace.unclear:
+        reasons.setdefault(
+            f"program {number}",
+            "the trace does not say when a run of it began (an older JAX?): how often it ran is not known",
+        )
     programs: list[ProgramRuns] = []
     operations: list[Operation] = []
     silent: dict[str, None] = {}
@@ -526,7 +594,9 @@ def _counted(
         mine = []
         for name, about in program.operations.items():
             count, spent = trace.counts.get((number, name), (0, 0.0))
-            if about.trips is not None:
+            if about.trips is not None and not count and number in trace.in_graphs:
+                count = about.trips * runs  # it ran under another's name: see Trace.unnamed
+            elif about.trips is not None:
                 count = min(count, about.trips * runs)  # a thread of a pool may have a span of its own for it
             if not count and not about.trips:
                 continue  # a branch that was not taken
@@ -550,6 +620,11 @@ def _counted(
                     products=about.products * count,
                 )
             )
+        mine += [
+            Operation(program.name, kernel, "kernel", kernel, "", "", "", count, spent / 1e9, 0, 0)
+            for (other, kernel), (count, spent) in trace.unnamed.items()
+            if other == number
+        ]
         operations += mine
         call = program.call
         arguments, source = (
@@ -587,7 +662,8 @@ def _complete(program: KnownProgram, number: int, runs: int, trace: Trace) -> No
         if about.trips is None:
             continue
         seen = trace.counts.get((number, name), (0, 0.0))[0]
-        expected = about.trips * runs
+        # In CUDA graphs kernels stand for others with the same code.
+        expected = 0 if number in trace.in_graphs else about.trips * runs
         if seen < _COMPLETE * expected:
             raise ProfileError(
                 f"the trace is incomplete: {name} of {program.name} ran {expected:,} times, and {seen:,} were "
@@ -603,7 +679,9 @@ def _rates(
     if platform == "cpu":
         return _measured(dtype)
     try:
-        peak = chip.peak(dtype)
+        # JAX lets GPUs round the operands of products in float32 to TF32 unless a precision is asked for.
+        rounded = platform == "gpu" and dtype == "f32" and "tf32" in chip.peak_flops
+        peak = chip.peak("tf32" if rounded else dtype)
     except CapibaraError as error:
         peak = None
         reasons["compute_efficiency"] = str(error)

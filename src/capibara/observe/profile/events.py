@@ -18,6 +18,7 @@ import numpy as np
 
 from capibara.native.loading import open_library
 from capibara.observe.errors import ProfileError
+from capibara.observe.profile.protobuf import protobuf_fields
 
 __all__ = ["EventTable", "read_events"]
 
@@ -41,6 +42,8 @@ _ROW = np.dtype(
     ]
 )
 _MARK = np.dtype([("end_ps", "i8"), ("flow", "i8"), ("op", "i8")])
+_SCOPE = np.dtype([("id", "i8"), ("outer", "i8")])
+_SCOPES = b"/host:__ScopeRangeCallStack__"
 
 
 @dataclass(frozen=True)
@@ -49,15 +52,19 @@ class EventTable:
 
     Attributes:
       rows: ``start_ps`` (after an arbitrary point), ``duration_ps``, ``program`` (XLA's number of the module; -1: not
-        said), ``run``, ``flow`` (see marks), ``line``, ``name``, ``op`` (a text, -1: not said), ``device`` (of a CPU).
+        said), ``run`` (0 on GPUs: see scopes), ``flow`` (see marks; on GPUs the scope, 0: not said), ``line``,
+        ``name``, ``op`` (a text, -1: not said), ``device`` (of a CPU).
       marks: XLA on CPUs marks the ends of operations on the threads that end them. Those behind the operation's span:
         ``end_ps``, the operation's ``flow``, ``op``.
+      scopes: on GPUs, what the host was at when it started work (``id``), within what else (``outer``). An outermost
+        scope is a run of a program; those within it are its operations, loops and CUDA graphs as they are started.
       texts: that ``name`` and ``op`` are numbers of.
       lines: (plane, line) names.
     """
 
     rows: np.ndarray
     marks: np.ndarray
+    scopes: np.ndarray
     texts: list[str]
     lines: list[tuple[str, str]]
 
@@ -90,7 +97,7 @@ def _compiled() -> Any:
         return None
     function = library.capibara_trace_rows
     whole, place = ctypes.c_int64, ctypes.c_void_p
-    function.argtypes = (place, whole) * 5 + (place,)
+    function.argtypes = (place, whole) * 6 + (place,)
     function.restype = ctypes.c_int32
     return function
 
@@ -100,26 +107,29 @@ def _by_compiled_code(path: Path) -> EventTable:
         try:
             mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         except ValueError:  # an empty file
-            return EventTable(np.zeros(0, _ROW), np.zeros(0, _MARK), [], [])
+            return EventTable(np.zeros(0, _ROW), np.zeros(0, _MARK), np.zeros(0, _SCOPE), [], [])
     data = np.frombuffer(mapped, np.uint8)
     read = _compiled()
-    counts = np.zeros(4, np.int64)
-    fine = read(data.ctypes.data, len(data), None, 0, None, 0, None, 0, None, 0, counts.ctypes.data)
+    counts = np.zeros(5, np.int64)
+    fine = read(data.ctypes.data, len(data), *(None, 0) * 5, counts.ctypes.data)
     if not fine:
         raise ProfileError(f"{path} is not a trace of jax.profiler: it is damaged, or something else")
-    if max(counts[0], counts[3]) > _MOST_ROWS:
+    if max(counts[0], counts[3], counts[4]) > _MOST_ROWS:
         raise ProfileError(f"{path} has {counts[0]:,} events, more than {_MOST_ROWS:,}: profile fewer steps")
     rows = np.empty(counts[0], _ROW)
     pieces = np.empty((counts[1], 2), np.int64)
     lines = np.empty((counts[2], 2), np.int32)
     marks = np.empty(counts[3], _MARK)
-    places = (rows, pieces, lines, marks)
+    scopes = np.empty(counts[4], _SCOPE)
+    places = (rows, pieces, lines, marks, scopes)
     arguments = [part for one in places for part in (one.ctypes.data, len(one))]
     read(data.ctypes.data, len(data), *arguments, counts.ctypes.data)
     texts = [bytes(data[at : at + length]).decode(errors="replace") for at, length in pieces.tolist()]
     if hasattr(mapped, "madvise"):
         mapped.madvise(mmap.MADV_DONTNEED)  # the rows are enough; what follows takes as much memory again
-    return EventTable(rows, marks, texts, [(texts[plane], texts[name]) for plane, name in lines.tolist()])
+    return EventTable(
+        rows, marks, scopes, texts, [(texts[plane], texts[name]) for plane, name in lines.tolist()]
+    )
 
 
 def _by_profile_data(path: Path) -> EventTable:
@@ -143,7 +153,7 @@ def _by_profile_data(path: Path) -> EventTable:
                 for event in line.events:
                     stats = dict(event.stats)
                     start, duration = round(event.start_ns * 1000), round(event.duration_ns * 1000)
-                    flow = int(stats.get("_c", stats.get("_p", 0)))
+                    flow = int(stats.get("_c", stats.get("_p", stats.get("scope_range_id", 0))))
                     op = stats.get("hlo_op")
                     if op is None and not every:
                         op = event.name[5:] if event.name.startswith("end: ") else ""
@@ -157,7 +167,7 @@ def _by_profile_data(path: Path) -> EventTable:
                             start,
                             duration,
                             int(stats.get("program_id", -1)),
-                            int(stats.get("run_id", stats.get("correlation_id", 0))),
+                            int(stats.get("run_id", 0)),
                             flow,
                             len(lines) - 1,
                             numbers.setdefault(event.name, len(numbers)),
@@ -165,4 +175,22 @@ def _by_profile_data(path: Path) -> EventTable:
                             int(stats.get("device_ordinal", 0)),
                         )
                     )
-    return EventTable(np.array(rows, _ROW), np.array(marks, _MARK), list(numbers), lines)
+    scopes = np.array(_scopes(path), _SCOPE)
+    return EventTable(np.array(rows, _ROW), np.array(marks, _MARK), scopes, list(numbers), lines)
+
+
+def _scopes(path: Path) -> list[tuple[int, int]]:
+    """Of the plane of scopes, whose stats jax.profiler gives without their keys."""
+    found = []
+    for number, plane in protobuf_fields(path.read_bytes()):
+        if (
+            number != 1
+            or not isinstance(plane, memoryview)
+            or (2, _SCOPES) not in list(protobuf_fields(plane))
+        ):
+            continue
+        for part, stat in protobuf_fields(plane):
+            if part == 6 and isinstance(stat, memoryview):
+                about = {key: value for key, value in protobuf_fields(stat) if isinstance(value, int)}
+                found.append((about.get(1, 0), about.get(3, about.get(4, 0))))
+    return found

@@ -10,17 +10,16 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from capibara.compilation.counting import COMPILED
 from capibara.jax_versions import call_being_compiled, loaded_programs
 from capibara.observe.profile.arguments import Call, describe_call
-from capibara.plan.errors import PlanError
+from capibara.observe.profile.modules import module_number
 from capibara.plan.program import OperationFacts, read_operations
 
-__all__ = ["Held", "HeldPrograms", "KnownProgram", "known_program", "module_number"]
+__all__ = ["Held", "HeldPrograms", "KnownProgram", "known_program"]
 
 _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) function_name_id=\d+ line=(\d+)", re.MULTILINE)
 _FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+)", re.MULTILINE)
@@ -178,44 +177,3 @@ def _sources(text: str) -> dict[str, str]:
     found = {name: f"{file}:{line}" for name, file, line in _OLD_PLACED.findall(text)}
     found.update({name: frames.get(frame, "") for name, frame in _PLACED.findall(text)})
     return found
-
-
-def module_number(proto: bytes) -> int:
-    """XLA's number of a module: field 5 of ``HloModuleProto`` (0 where it is left out), by which traces name it."""
-    for field, value in _fields(proto):
-        if field == 5 and isinstance(value, int):
-            return value
-    return 0
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Fields of a serialized protobuf message; only those of integers have their value."""
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
-        kind = key & 7
-        if kind == 0:
-            value, at = _varint(data, at)
-            yield key >> 3, value
-            continue
-        if kind == 2:
-            length, at = _varint(data, at)
-        elif kind in (1, 5):
-            length = 8 if kind == 1 else 4
-        else:
-            raise PlanError(f"a serialized program has a field of kind {kind}, which protobuf does not have")
-        at += length
-        yield key >> 3, None
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        if at >= len(data) or shift > 63:
-            raise PlanError("a serialized program ends within a number")
-        byte = data[at]
-        at += 1
-        value |= (byte & 127) << shift
-        shift += 7
-        if byte < 128:
-            return value, at

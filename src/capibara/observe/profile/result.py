@@ -124,6 +124,8 @@ class Profile:
       reasons: why a figure is None or doubtful, by its name.
       versions: of Python and the packages.
       tracing_seconds: time of tracing and lowering functions before they were compiled, beside ``compile_seconds``.
+      within_seconds: time in which a GPU ran nothing between operations of one run of a program, mean over devices:
+        what starting them takes. None on other platforms.
       timeline: what devices and host did when; None without a trace, and in profiles of earlier versions.
     """
 
@@ -148,6 +150,7 @@ class Profile:
     reasons: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     tracing_seconds: float = 0.0
+    within_seconds: float | None = None
     timeline: Timeline | None = None
 
     @property

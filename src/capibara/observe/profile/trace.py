@@ -1,8 +1,9 @@
 """Operations in a trace of ``jax.profiler``: how often each ran, for how long, and when its device was at work.
 
 Three kinds of planes hold them. XLA on CPUs puts them on the host's plane, in the line of the thread that ran them;
-each event says its program, device and run. On GPUs each device has a plane with a line for each stream, and on TPUs
-one with the lines "XLA Ops" and "XLA Modules"; there an operation belongs to the module within which it lies.
+each event says its program, device and run. On GPUs each device has a plane with a line for each stream (see
+:mod:`capibara.observe.profile.gpu`), and on TPUs one with the lines "XLA Ops" and "XLA Modules"; there an operation
+belongs to the module within which it lies.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 
 from capibara.observe.errors import ProfileError
 from capibara.observe.profile.events import EventTable, read_events
+from capibara.observe.profile.gpu import gpu_events
 from capibara.observe.profile.result import KINDS
 from capibara.observe.profile.timeline import (
     BINS,
@@ -49,6 +51,11 @@ class Trace:
       busy_ns: time in which a device ran something, mean over devices.
       exposed_ns: time in which a device ran collectives and nothing else, mean over devices.
       events: operations.
+      unnamed: (program number, kernel) → likewise, of kernels in CUDA graphs that are no operation of the program's.
+      unclear: programs of which the trace does not say when a run began: how often they ran is not known.
+      in_graphs: programs of which operations ran in CUDA graphs.
+      within_ns: time in which a GPU ran nothing between operations of one run of a program, mean over devices; None of
+        other devices.
       timeline: what the devices did when; None if it was not asked for.
     """
 
@@ -58,6 +65,10 @@ class Trace:
     busy_ns: float = 0.0
     exposed_ns: float = 0.0
     events: int = 0
+    unnamed: dict[tuple[int, str], tuple[int, float]] = field(default_factory=dict)
+    unclear: frozenset[int] = frozenset()
+    in_graphs: frozenset[int] = frozenset()
+    within_ns: float | None = None
     timeline: Timeline | None = None
 
 
@@ -85,16 +96,21 @@ def find_trace(folder: str | Path) -> Path:
 
 
 def read_trace(
-    path: str | Path, operations: Mapping[int, Mapping[str, str]], wall_seconds: float | None = None
+    path: str | Path,
+    operations: Mapping[int, Mapping[str, str]],
+    wall_seconds: float | None = None,
+    trips: Mapping[int, Mapping[str, int | None]] | None = None,
 ) -> Trace:
     """Count the operations of a trace.
 
     Args:
       path: a ``*.xplane.pb`` file.
-      operations: program number → names of its operations, and the kind of each (one of :data:`KINDS`). Others (loops,
-        whose time is that of what they contain; parts of the runtime) are left out.
+      operations: program number → names of its operations, in the order in which they run, and the kind of each (one
+        of :data:`KINDS`). Others (loops, whose time is that of what they contain; parts of the runtime) are left out.
       wall_seconds: of the region, for its timeline. It begins at the event of :func:`mark_region`, or else so that the
         last operation ends with it.
+      trips: program number → how often each operation runs in one run of the program, where that is known; only
+        CUDA graphs are looked up in it.
 
     Raises:
       ProfileError: the file is none, or too large.
@@ -103,6 +119,7 @@ def read_trace(
     longer = _end(table.rows, table.marks)
     rows, began = _unmarked(table)
     rows = _placed(table, rows)
+    gpu = gpu_events(table, rows, operations, trips or {})
     # Runs are counted of programs that are not known, too.
     programs, program_of = _numbered(rows["program"])
     devices, device_of = _numbered(rows["device"])
@@ -121,19 +138,23 @@ def read_trace(
     pairs, pair_of = _numbered(program_of.astype(np.int64) * width + rows["op"])
     del program_of
     names = [(programs[pair // width].item(), table.texts[pair % width]) for pair in pairs.tolist()]
+    unnamed = set() if gpu is None else {(program, table.texts[op]) for program, op in gpu.unnamed}
     kinds = np.zeros(len(pairs), np.int8)
     for place, (program, name) in enumerate(names):
-        kind = operations.get(program, {}).get(name)
+        kind = "kernel" if (program, name) in unnamed else operations.get(program, {}).get(name)
         kinds[place] = 0 if kind is None else 1 + KINDS.index(kind)
     kind_of = kinds[pair_of]
     times = np.bincount(pair_of, weights=rows["duration_ps"], minlength=len(pairs)) / 1000
     for pair, spent in _united(rows, pair_of, np.flatnonzero(np.isin(rows["op"], longer))).items():
         times[pair] = spent / 1000
     counts = np.bincount(pair_of, minlength=len(pairs))
-    trace.counts = {
-        names[place]: (int(counts[place]), float(times[place])) for place in np.flatnonzero(kinds).tolist()
-    }
     trace.events = int(counts[kinds > 0].sum())
+    if gpu is not None:
+        counts = np.bincount(pair_of[gpu.first], minlength=len(pairs))
+        trace.unclear, trace.in_graphs = gpu.unclear, gpu.in_graphs
+    for place in np.flatnonzero(kinds).tolist():
+        into = trace.unnamed if names[place] in unnamed else trace.counts
+        into[names[place]] = int(counts[place]), float(times[place])
     del pair_of
     edges = None if wall_seconds is None else _edges(rows, kind_of > 0, began, wall_seconds)
     tracks: list[Track] = []
@@ -147,11 +168,15 @@ def read_trace(
             rows["start_ps"][mine], rows["duration_ps"][mine], kind_of[mine], kept
         )
         trace.busy_ns += busy / 1000
+        if gpu is not None and gpu.here[mine].all():
+            trace.within_ns = (trace.within_ns or 0.0) + (_in_runs(rows[mine]) - busy) / 1000
         trace.exposed_ns += exposed / 1000
         if kept is not None:
             tracks.append(Track(_device_name(device, table), shares))
     trace.busy_ns /= max(1, trace.devices)
     trace.exposed_ns /= max(1, trace.devices)
+    if trace.within_ns is not None:
+        trace.within_ns = max(0.0, trace.within_ns) / trace.devices
     if wall_seconds is not None:
         trace.timeline = Timeline(wall_seconds, BINS, tuple(tracks), trace.devices - len(tracks))
     return trace
@@ -207,6 +232,15 @@ def _device(
         rows[kind] = np.diff((until - before)[:-1]).astype(float)
     shares = {} if edges is None else thousandths(rows, np.diff(edges))
     return shares, int(until[-1]), exposed
+
+
+def _in_runs(rows: np.ndarray) -> int:
+    """Of one device's rows: the time from the first to the last operation of a run, over all runs."""
+    rows = rows[np.argsort(rows["run"], kind="stable")]
+    begins = np.flatnonzero(np.diff(rows["run"], prepend=rows["run"][0] - 1))
+    starts = np.minimum.reduceat(rows["start_ps"], begins)
+    ends = np.maximum.reduceat(rows["start_ps"] + rows["duration_ps"], begins)
+    return covered(starts, ends - starts)
 
 
 def _device_name(device: int, table: EventTable) -> str:

@@ -19,7 +19,7 @@ from capibara.plan.errors import PlanError
 from capibara.plan.program.shapes import ArrayShape
 from capibara.plan.program.text import Computation, Instruction
 
-__all__ = ["instruction_flops", "real_taps", "tiled_flops"]
+__all__ = ["convolution_flops", "instruction_flops", "operand_shape", "real_taps", "tiled_flops"]
 
 _MOST_TAPS = 20_000_000
 # A TPU's matrix unit holds 128 × 128 weights, through which rows go in eights.
@@ -65,10 +65,14 @@ _WINDOW = re.compile(r"(\w+)=([-\dx_]+)")
 
 
 def instruction_flops(instruction: Instruction, computation: Computation) -> int:
-    """Floating-point operations of a ``dot`` or ``convolution``, 0 for anything else."""
-    if instruction.opcode not in ("dot", "convolution"):
+    """Floating-point operations of a ``dot`` or ``convolution``, 0 for anything else.
+
+    XLA multiplies and sums where a vector's product with a matrix is too small for the units that multiply matrices:
+    such a ``reduce`` counts as the ``dot`` that it was.
+    """
+    if instruction.opcode not in ("dot", "convolution") and not _was_dot(instruction, computation):
         return 0
-    count = _dot if instruction.opcode == "dot" else _convolution
+    count = {"dot": _dot, "convolution": _convolution}.get(instruction.opcode, _sum_of_products)
     # A multiply-add of complex numbers is four of real ones.
     times = 4 if any(shape.dtype in ("c64", "c128") for shape in instruction.shapes) else 1
     return times * count(instruction, computation)
@@ -81,8 +85,8 @@ def tiled_flops(instruction: Instruction, computation: Computation) -> int:
     takes as long as data. Of the two sides that may be rows, the one that wastes less is taken for them.
     """
     flops = instruction_flops(instruction, computation)
-    if not flops:
-        return 0
+    if not flops or instruction.opcode == "reduce":  # not the matrix unit's
+        return flops
     rows, columns, depth = (_dot_sides if instruction.opcode == "dot" else _convolution_sides)(
         instruction, computation
     )
@@ -151,10 +155,33 @@ def _dot(instruction: Instruction, computation: Computation) -> int:
     )
 
 
+def _was_dot(instruction: Instruction, computation: Computation) -> bool:
+    if instruction.opcode != "reduce" or not instruction.op_name.endswith("dot_general"):
+        return False
+    source = computation.by_name.get(instruction.operands[0]) if instruction.operands else None
+    while source is not None and source.opcode in ("bitcast", "convert", "copy", "transpose", "reshape"):
+        source = computation.by_name.get(source.operands[0]) if source.operands else None
+    return source is not None and source.opcode == "multiply"
+
+
+def _sum_of_products(instruction: Instruction, computation: Computation) -> int:
+    return 2 * operand_shape(instruction, computation, 0).elements
+
+
 def _convolution(instruction: Instruction, computation: Computation) -> int:
     left = operand_shape(instruction, computation, 0)
     right = operand_shape(instruction, computation, 1)
-    result = instruction.shapes[0]
+    return convolution_flops(instruction, left, right, instruction.shapes[0])
+
+
+def convolution_flops(
+    instruction: Instruction, left: ArrayShape, right: ArrayShape, result: ArrayShape
+) -> int:
+    """Floating-point operations of the convolution that an instruction's ``dim_labels`` and ``window`` say.
+
+    Raises:
+      PlanError: they do not fit the shapes.
+    """
     labels = re.fullmatch(r"([0-9a-z?]+)_([0-9a-z?]+)->([0-9a-z?]+)", instruction.attribute("dim_labels"))
     if (
         not labels

@@ -63,7 +63,7 @@ class FusedComputations:
                 called = instruction.called()
                 for target in called.get("calls", []) + called.get("to_apply", []):
                     self._add(out, self.get(target, depth + 1))
-            elif opcode in ("convolution", "dot"):
+            elif opcode in ("convolution", "dot", "reduce"):
                 flops = instruction_flops(instruction, computation)
                 out.flops += flops
                 out.tiled += tiled_flops(instruction, computation)

@@ -6,7 +6,7 @@ import math
 import re
 
 from capibara.measure.flops import foreign_flops
-from capibara.plan.program.flops import operand_shape
+from capibara.plan.program.flops import convolution_flops, operand_shape
 from capibara.plan.program.text import Computation, Instruction
 
 __all__ = [
@@ -42,6 +42,8 @@ NOTES = {
 }
 # Of a call's typed attributes those that are numbers: "left = 1024 : i64".
 _ATTRIBUTE = re.compile(r"\b(\w+) = (-?\d[\d.]*(?:e[+-]?\d+)?) : ")
+# Batch, heads, queries, keys.
+_ATTENTION = re.compile(r'"intermediate_tensor_shape":\s*\{[^{}]*?"dimensions":\s*\[([^\]]*)\]')
 _TARGET = re.compile(r'custom_call_target="((?:[^"\\]|\\.)*)"')
 
 
@@ -68,6 +70,24 @@ def cost_estimate(instruction: Instruction, computation: Computation) -> tuple[i
             int(flops[1]) if flops and int(flops[1]) >= 0 else None,
             int(moved[1]) if moved and int(moved[1]) > 0 else None,
         )
+    target = custom_call_target(instruction)
+    if target.startswith("__cudnn$conv") and len(instruction.operands) > 1 and instruction.shapes:
+        first, second = (operand_shape(instruction, computation, number) for number in (0, 1))
+        result = instruction.shapes[0]
+        # Of a gradient the labels are still the convolution's: which of the three is computed differs.
+        left, right, out = {
+            "__cudnn$convBackwardInput": (result, second, first),
+            "__cudnn$convBackwardFilter": (first, result, second),
+        }.get(target, (first, second, result))
+        return convolution_flops(instruction, left, right, out), None
+    attention = _ATTENTION.search(tail)
+    if attention and instruction.operands:  # cuDNN's
+        query = operand_shape(instruction, computation, 0)
+        scores = math.prod(int(d) for d in re.findall(r"\d{1,12}", attention[1]))
+        # Backward it makes the scores again, and four gradients' products.
+        products = 5 if "Backward" in target else 2
+        masked = 2 if '"mask_type": "CAUSAL"' in tail or '"mask_type":"CAUSAL"' in tail else 1
+        return 2 * products * scores * query.dims[-1] // masked if query.dims else None, None
     gemm = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', tail)
     if gemm and instruction.operands:  # XLA's calls of matrix libraries on GPUs
         left = operand_shape(instruction, computation, 0)
