@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -16,28 +15,19 @@ import pytest
 from planted_faults import (
     HELD_OUT,
     TUNED_ON,
-    Planted,
     Work,
     functions_made_in_a_loop,
     normal,
 )
+from planted_verdicts import Verdict, f1, gain_error, judged, profiled
 
 from capibara.observe.bottlenecks import find_bottlenecks
 from capibara.observe.diagnostics import TpuDiagnostics
 from capibara.observe.errors import ProfileError
-from capibara.observe.profile import Operation, Profile, ProgramRuns, TpuPerformanceProfiler
+from capibara.observe.profile import Operation, Profile, ProgramRuns
 from capibara.observe.profile.programs import known_program
 
 pytestmark = pytest.mark.usefixtures("without_the_persistent_cache")
-
-
-def profiled(work: Work, *, warm: bool = True) -> Profile:
-    if warm:
-        jax.block_until_ready(work())
-    profiler = TpuPerformanceProfiler()
-    with profiler.profile_context("work"):
-        jax.block_until_ready(work())
-    return profiler.profile()
 
 
 def repeated(step: Callable, *arguments, times: int = 10) -> Work:
@@ -135,49 +125,6 @@ def seen(make: Callable[[], Work], *, warm: bool = True) -> set[str]:
     return {kind for kind, times in found.items() if times >= 2}
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What was found in a program with a planted fault, and in the same one without it."""
-
-    planted: Planted
-    size: int
-    found: set[str]
-    alarms: set[str]
-    predicted: float | None
-    measured: float
-
-    @property
-    def right(self) -> bool:
-        return self.planted.kind in self.found
-
-
-def judged(planted: Planted, size: int) -> Verdict:
-    """By most of three profiles of each, taken by turns; gains by medians."""
-    found: Counter[str] = Counter()
-    alarms: Counter[str] = Counter()
-    gains, before, after = [], [], []
-    for _ in range(3):
-        pair = planted.make(size)
-        if pair.warm:
-            jax.block_until_ready(pair.faulty())
-        jax.block_until_ready(pair.healthy())
-        faulty, healthy = profiled(pair.faulty, warm=False), profiled(pair.healthy, warm=False)
-        bottlenecks = find_bottlenecks(faulty).bottlenecks
-        found.update(one.kind for one in bottlenecks)
-        alarms.update(one.kind for one in find_bottlenecks(healthy).bottlenecks)
-        gains += [one.predicted_gain for one in bottlenecks if one.kind == planted.kind]
-        before.append(faulty.wall_seconds)
-        after.append(healthy.wall_seconds)
-    return Verdict(
-        planted,
-        size,
-        {kind for kind, times in found.items() if times >= 2},
-        {kind for kind, times in alarms.items() if times >= 2},
-        statistics.median(gains) if gains else None,
-        1 - statistics.median(after) / statistics.median(before),
-    )
-
-
 @pytest.fixture(scope="module")
 def verdicts() -> dict[str, list[Verdict]]:
     return {
@@ -202,22 +149,13 @@ def test_no_false_alarm_without_the_fault(verdicts):
 @pytest.mark.parametrize("name", ["tuned on", "held out"])
 def test_planted_faults_are_found(verdicts, name):
     some = verdicts[name]
-    hits = sum(one.right for one in some)
-    wrong = sum(len(one.found - {one.planted.kind}) + len(one.alarms) for one in some)
-    precision, recall = hits / (hits + wrong), hits / len(some)
-    f1 = 2 * precision * recall / (precision + recall)
-    assert f1 >= 0.95, (f1, [one for one in some if one.found != {one.planted.kind} or one.alarms])
+    assert f1(some) >= 0.95, [one for one in some if not one.clean]
 
 
 @pytest.mark.slow  # real programs of milliseconds: a machine that does nothing else
 @pytest.mark.parametrize("name", ["tuned on", "held out"])
 def test_the_predicted_gain_is_about_the_measured_one(verdicts, name):
-    errors = [
-        abs(one.predicted - one.measured) / one.measured
-        for one in verdicts[name]
-        if one.predicted is not None and one.measured > 0
-    ]
-    assert statistics.median(errors) <= 0.15
+    assert gain_error(verdicts[name]) <= 0.15
 
 
 @pytest.mark.parametrize("planted", [*TUNED_ON, *HELD_OUT], ids=lambda one: one.name)

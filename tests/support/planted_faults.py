@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import queue
 import tempfile
 import threading
@@ -49,6 +50,9 @@ class Planted:
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:
+    if math.prod(shape) > 1 << 24:  # on the host it would take seconds
+        with jax.enable_x64(False):
+            return jax.random.normal(jax.random.key(seed), shape, jnp.float32) / shape[-1] ** 0.5
     values = np.random.default_rng(seed).normal(size=shape).astype("float32")
     return jnp.asarray(values) / shape[-1] ** 0.5
 
@@ -868,4 +872,48 @@ HELD_OUT = (
     Planted("callback", a_table_looked_up_by_python, (256, 1024, 4096)),
     Planted("copies", images_turned_and_turned_back, (48, 64, 96)),
     Planted("copies", a_buffer_that_is_copied_to_be_kept, (16384, 32768, 65536)),
+)
+
+# Of both, with sizes for a GPU that does a thousand times as much in a second: those that are healthy there without
+# their fault. (A loop of small operations is not, for the host starts each; nor is what NumPy feeds.)
+ON_GPU = (
+    Planted("recompilation", functions_made_in_a_loop, (512, 1024, 4096)),
+    Planted("recompilation", changing_static_values, (512, 1024, 4096)),
+    Planted("recompilation", closures_as_static_arguments, (512, 1024, 4096)),
+    Planted("recompilation", numbers_that_change_their_type, (512, 1024, 4096)),
+    Planted("recompilation", a_gradient_made_each_time, (512, 1024, 4096)),
+    Planted("idle", python_between_steps, (2048, 4096, 8192)),
+    Planted("idle", numpy_augmentation, (256, 384, 512)),
+    Planted("idle", text_files_between_steps, (256, 384, 512)),
+    Planted("idle", metrics_computed_by_python, (256, 384, 512)),
+    Planted("idle", a_vocabulary_looked_up_in_python, (256, 384, 512)),
+    Planted("idle", a_lock_held_by_another_thread, (2048, 4096, 8192)),
+    Planted("dispatch", eager_arithmetic, (16, 64, 256)),
+    Planted("dispatch", rows_one_by_one, (16, 128, 512)),
+    Planted("dispatch", metrics_one_by_one, (16, 256, 2048)),
+    Planted("unfused", an_eager_chain, (8192, 12288, 16384)),
+    Planted("unfused", an_eager_normalisation, (8192, 12288, 16384)),
+    Planted("unfused", an_eager_activation, (8192, 12288, 16384)),
+    Planted("unfused", an_eager_clipped_update, (8192, 12288, 16384)),
+    Planted("unfused", an_eager_loss, (8192, 12288, 16384)),
+    Planted("unfused", an_eager_mixture, (8192, 12288, 16384)),
+    Planted("small_products", heads_one_by_one, (8, 12, 16)),
+    Planted("small_products", examples_one_by_one, (64, 128, 192)),
+    Planted("small_products", short_blocks, (16, 32, 64)),
+    Planted("small_products", experts_token_by_token, (32, 64, 128)),
+    Planted("small_products", filters_one_by_one, (16, 32, 64)),
+    Planted("small_products", queries_one_by_one, (16, 32, 64)),
+    Planted("float64", products_in_float64, (3072, 4096, 6144)),
+    Planted("float64", layers_in_float64, (3072, 4096, 6144)),
+    Planted("float64", training_in_float64, (3072, 4096, 6144)),
+    Planted("float64", attention_in_float64, (1024, 2048, 4096)),
+    Planted("float64", waves_in_float64, (8192, 12288, 16384)),
+    Planted("callback", printing_inside, (1024, 2048, 3072)),
+    Planted("callback", numpy_inside, (256, 512, 1024)),
+    Planted("callback", logging_inside, (512, 1024, 2048)),
+    Planted("callback", a_check_inside, (512, 1024, 2048)),
+    Planted("callback", a_table_looked_up_by_python, (256, 1024, 4096)),
+    Planted("copies", transposed_and_back, (1280, 1536, 1792)),
+    Planted("copies", images_turned_and_turned_back, (512, 640, 768)),
+    Planted("copies", transposed_before_products, (8192, 12288, 16384)),
 )
