@@ -453,7 +453,7 @@ def test_the_difference_of_real_profiles_names_the_argument():
 
 
 def test_more_work_and_the_same_work_done_slower():
-    rates = {"peak_flops": 100.0, "peak_bandwidth": 1000.0}
+    rates: dict[str, Any] = {"peak_flops": 100.0, "peak_bandwidth": 1000.0}
     slow, more, copy, new = "a.py:1", "a.py:2", "a.py:3", "a.py:4"
     one = replace(ONE, flops=20, bytes=0, seconds=0.4)
     before = profile_of(

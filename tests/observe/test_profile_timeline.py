@@ -62,7 +62,7 @@ def test_shares_are_those_of_points(given: list[tuple[int, int, int]], bins: int
         for place, (low, high) in enumerate(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)):
             exact = sum(first.get(at) == number for at in range(low, high)) / max(1, high - low)
             assert shares.get(kind, (0,) * bins)[place] == pytest.approx(1000 * exact, abs=1.01)
-    sums = np.sum([*shares.values(), np.zeros(bins)], axis=0)
+    sums = np.sum(np.array([*shares.values(), (0,) * bins]), axis=0)
     assert sums.max() <= 1000
 
 
