@@ -14,7 +14,15 @@ from emulation import emulated
 
 from capibara.cli import main
 from capibara.observe import diagnostics
-from capibara.observe.health import check_health
+from capibara.observe.health import (
+    AxisHealth,
+    DeviceHealth,
+    HealthReport,
+    MemoryHealth,
+    ProductHealth,
+    Temperature,
+    check_health,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +43,33 @@ def test_tables_and_exit_code(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert "10 exact" in shown.out
     assert "\x1b[" not in shown.out
     assert shown.err == ""
+
+
+def test_rates_in_the_units_of_their_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    device = DeviceHealth(
+        id=0,
+        name="tpu:0",
+        kind="TPU v4",
+        platform="tpu",
+        process=0,
+        online=True,
+        seconds=0.25,
+        products=ProductHealth(10, rates={"bfloat16": 220e12, "float32": 30e12}),
+        memory=MemoryHealth(2**30, bandwidth=600e9),
+        temperature=Temperature(True, 61.0),
+        peak_flops={"bfloat16": 275e12},
+        peak_bandwidth=1200e9,
+    )
+    axis = AxisHealth("x", 4, 2**24, True, (), True, (), 80e9, 40e9, 50e9)
+    report = HealthReport({}, {}, devices=(device,), axes=(axis,))
+    monkeypatch.setattr(diagnostics, "check_health", lambda **given: report)
+    assert main(["health"]) == 0
+    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "tpu:0 250 ms 10 exact 220 (80 %) 30 1.00 GiB 600 (50 %) 61" in rows
+    assert "x 4 exact 80 exact 40 (80 %)" in rows
 
 
 def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import importlib
 import json
 import sys
 import threading
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -279,6 +280,104 @@ def test_a_slow_device_is_named_with_each_rate(runs: dict[str, Any], name: str) 
         "memory",
     ]
     assert all("10% of its peers' median" in fault["what"] for fault in report["faults"])
+
+
+RATES = """
+import json
+import jax, numpy as np
+from capibara.observe.health import DeviceWork, check_health, links, memory, products
+
+FLOPS, BANDWIDTH, RING, LINK = {"bfloat16": 2.0**31, "float32": 2.0**30}, 2.0**28, 2.0**26, 2.0**24
+
+class Known(DeviceWork):
+    'What it does takes a known time, which has passed when it was waited for; the first of each kind is compiled.'
+    now = queued = 0.0
+
+    def __init__(self):
+        self.compiled = set()
+
+    def clock(self):
+        return self.now
+
+    def wait(self, real):
+        def waited(value):
+            self.now, self.queued = self.now + self.queued, 0.0
+            return real(value)
+        return waited
+
+    def takes(self, seconds, *kind):
+        self.queued += seconds + (kind not in self.compiled)
+        self.compiled.add(kind)
+
+    def multiply(self, a, b):
+        (rows, inner), columns, device = a.shape, b.shape[1], next(iter(a.devices())).id
+        self.takes(2 * rows * inner * columns / FLOPS[str(a.dtype)] * (1 + device % 2), device, a.shape, a.dtype)
+        return super().multiply(a, b)
+
+    def complement(self, block):
+        device = next(iter(block.devices())).id
+        self.takes(2 * block.nbytes / BANDWIDTH * (1 + device % 2), device, block.shape)
+        return super().complement(block)
+
+    def all_reduce(self, array, mesh, axis):
+        size = mesh.shape[axis]
+        self.takes(2 * (size - 1) * (array.nbytes / mesh.size / size) / RING, axis, "sum")
+        return super().all_reduce(array, mesh, axis)
+
+    def permute(self, array, mesh, axis, shift):
+        self.takes(array.nbytes / mesh.size / LINK, axis, shift)
+        return super().permute(array, mesh, axis, shift)
+
+class Accelerator:
+    'A device whose work is queued several times, and in larger blocks.'
+    platform = "tpu"
+
+put, work = jax.device_put, Known()
+jax.device_put = lambda value, device: put(value, None if isinstance(device, Accelerator) else device)
+jax.block_until_ready, jax.device_get = work.wait(jax.block_until_ready), work.wait(jax.device_get)
+mesh = jax.make_mesh((2, 4), ("x", "y"))
+checked = check_health(mesh=mesh, work=work, quick=True, memory_limit_bytes=2**18)
+report = checked.to_dict()
+device = jax.devices()[0]
+operands = products.make_problems(64, (0,))[0].operands("float32", device)
+memory._BLOCK = 2**16
+found = {
+    "text": str(checked),
+    "devices": [{**one["products"]["rates"], "memory": one["memory"]["bandwidth"]} for one in report["devices"]],
+    "axes": [[one["all_reduce_bandwidth"], one["link_bandwidth"]] for one in report["axes"]],
+    "queued products": [products.measure(work, device, operands, 10)[1] for _ in range(2)][1],  # compiled first
+    "blocks": memory.check_memory(work, Accelerator(), 3 * 2**16, 0).bandwidth,
+    "queued inversions": memory.measure_bandwidth(work, Accelerator(), 2**20),
+}
+axis = links.check_axis(work, mesh, "y", 2**8, 3, 5, None)
+found["queued exchanges"] = [axis.all_reduce_bandwidth, axis.link_bandwidth]
+print("RESULT" + json.dumps(found))
+"""
+
+
+def test_rates_are_the_known_work_by_the_known_times() -> None:
+    found = run_apart(RATES, XLA_FLAGS=emulated(8))
+    fast = {"bfloat16": 2.0**31, "float32": 2.0**30, "memory": 2.0**28}
+    slow = {name: rate / 2 for name, rate in fast.items()}
+    ring, link = 2.0**26, 2.0**24
+    text = found.pop("text")
+    assert "bfloat16 2.147 GFLOP/s, float32 1.074 GFLOP/s, memory 0.268 GB/s (0.25 MiB)" in text
+    assert "axis 'x': 2 devices, all-reduce 0.0671 GB/s, to a neighbour 0.0168 GB/s (16.00 KiB)" in text
+    assert found == {
+        "devices": [fast, slow] * 4,
+        "axes": [[ring, link]] * 2,
+        "queued products": fast["float32"],
+        "blocks": fast["memory"],
+        "queued inversions": fast["memory"],
+        "queued exchanges": [ring, link],
+    }
+
+
+def test_the_clock_of_rates_counts_seconds() -> None:
+    work = DeviceWork()
+    before = time.monotonic()
+    _, seconds = work.timed(None, lambda: time.sleep(0.05))
+    assert 0.05 <= seconds <= time.monotonic() - before
 
 
 def test_an_accelerator_that_was_slow_once_is_cleared_by_measuring_again(runs: dict[str, Any]) -> None:
