@@ -6,6 +6,7 @@ import importlib
 import json
 import sys
 import threading
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -44,7 +45,7 @@ EIGHT = """
 import json, threading
 import jax, jax.numpy as jnp, numpy as np
 from capibara.observe.diagnostics import TpuDiagnostics
-from capibara.observe.health import DeviceWork, Temperature
+from capibara.observe.health import DeviceWork, Temperature, checking
 from capibara.observe.health.deadline import Task
 
 class Steady(DeviceWork):
@@ -115,6 +116,26 @@ class Hangs(Steady):
 class Slow(Steady):
     slow = 4
 
+class Hiccup(Steady):
+    'Device 4 is slow until everything was measured once.'
+    begun = 0
+    def timed(self, device, function):
+        result, seconds = super().timed(device, function)
+        if device is not None and device.id == 4:
+            self.begun += 1
+            if self.begun <= 2 * 2 + 3:  # products of two dtypes, inversions of memory
+                seconds *= 10
+        return result, seconds
+
+class Lost(Slow):
+    'What is slow cannot be measured again.'
+    def __init__(self, name, error):
+        self.name, self.error = name, error
+    def within(self, seconds, name, device, function):
+        if name == self.name:
+            raise jax.errors.JaxRuntimeError(self.error)
+        return super().within(seconds, name, device, function)
+
 class Broken(Steady):
     'Device 7 is lost.'
     def answer(self, array):
@@ -130,6 +151,15 @@ class Wrong(Steady):
 
 cool = {n: Temperature(True, 40.0, 95.0, "planted") for n in range(8)}
 warm = {n: Temperature(n != 1, 99.0 if n == 1 else 50.0 + n, 95.0, "planted") for n in range(8)}
+
+def accelerators(work):
+    'A check that takes these devices for accelerators.'
+    made = checking.DeviceHealth
+    checking.DeviceHealth = lambda **given: made(**{**given, "platform": "tpu"})
+    try:
+        return check(work)
+    finally:
+        checking.DeviceHealth = made
 
 def check(work, temperatures=None, **settings):
     diagnostics = TpuDiagnostics(work=work, temperatures=temperatures)
@@ -151,6 +181,11 @@ runs = {
     "hangs later": check(Hangs(2, "a float32 matrix product")),
     "axis hangs": check(Hangs(None, "communication along axis 'x'")),
     "slow": check(Slow()),
+    "slow accelerator": accelerators(Slow()),
+    "hiccup": accelerators(Hiccup()),
+    "memory lost": check(Lost("a test of memory bandwidth", "UNAVAILABLE: the device is gone")),
+    "products lost": check(Lost("float32 matrix products", "UNAVAILABLE: the device is gone")),
+    "exhausted later": check(Lost("float32 matrix products", "RESOURCE_EXHAUSTED: Out of memory")),
     "broken": check(Broken()),
     "wrong": check(Wrong()),
     "missing": check(Steady(), expected_devices=9),
@@ -234,8 +269,9 @@ def test_a_planted_fault_is_found_where_it_is(runs: dict[str, Any], name: str) -
     assert f"{check:<18}  FAILED" in report["text"]
 
 
-def test_a_slow_device_is_named_with_each_rate(runs: dict[str, Any]) -> None:
-    report = runs["slow"]
+@pytest.mark.parametrize("name", ["slow", "slow accelerator"])
+def test_a_slow_device_is_named_with_each_rate(runs: dict[str, Any], name: str) -> None:
+    report = runs[name]
     assert failed(report) == ["speed_normal"]
     assert {fault["where"] for fault in report["faults"]} == {"cpu:4"}
     assert [fault["what"].split(" matrix")[0].split(" bandwidth")[0] for fault in report["faults"]] == [
@@ -244,6 +280,131 @@ def test_a_slow_device_is_named_with_each_rate(runs: dict[str, Any]) -> None:
         "memory",
     ]
     assert all("10% of its peers' median" in fault["what"] for fault in report["faults"])
+
+
+RATES = """
+import json
+import jax, numpy as np
+from capibara.observe.health import DeviceWork, check_health, links, memory, products
+
+FLOPS, BANDWIDTH, RING, LINK = {"bfloat16": 2.0**31, "float32": 2.0**30}, 2.0**28, 2.0**26, 2.0**24
+
+class Known(DeviceWork):
+    'What it does takes a known time, which has passed when it was waited for; the first of each kind is compiled.'
+    now = queued = 0.0
+
+    def __init__(self):
+        self.compiled = set()
+
+    def clock(self):
+        return self.now
+
+    def wait(self, real):
+        def waited(value):
+            self.now, self.queued = self.now + self.queued, 0.0
+            return real(value)
+        return waited
+
+    def takes(self, seconds, *kind):
+        self.queued += seconds + (kind not in self.compiled)
+        self.compiled.add(kind)
+
+    def multiply(self, a, b):
+        (rows, inner), columns, device = a.shape, b.shape[1], next(iter(a.devices())).id
+        self.takes(2 * rows * inner * columns / FLOPS[str(a.dtype)] * (1 + device % 2), device, a.shape, a.dtype)
+        return super().multiply(a, b)
+
+    def complement(self, block):
+        device = next(iter(block.devices())).id
+        self.takes(2 * block.nbytes / BANDWIDTH * (1 + device % 2), device, block.shape)
+        return super().complement(block)
+
+    def all_reduce(self, array, mesh, axis):
+        size = mesh.shape[axis]
+        self.takes(2 * (size - 1) * (array.nbytes / mesh.size / size) / RING, axis, "sum")
+        return super().all_reduce(array, mesh, axis)
+
+    def permute(self, array, mesh, axis, shift):
+        self.takes(array.nbytes / mesh.size / LINK, axis, shift)
+        return super().permute(array, mesh, axis, shift)
+
+class Accelerator:
+    'A device whose work is queued several times, and in larger blocks.'
+    platform = "tpu"
+
+put, work = jax.device_put, Known()
+jax.device_put = lambda value, device: put(value, None if isinstance(device, Accelerator) else device)
+jax.block_until_ready, jax.device_get = work.wait(jax.block_until_ready), work.wait(jax.device_get)
+mesh = jax.make_mesh((2, 4), ("x", "y"))
+checked = check_health(mesh=mesh, work=work, quick=True, memory_limit_bytes=2**18)
+report = checked.to_dict()
+device = jax.devices()[0]
+operands = products.make_problems(64, (0,))[0].operands("float32", device)
+memory._BLOCK = 2**16
+found = {
+    "text": str(checked),
+    "devices": [{**one["products"]["rates"], "memory": one["memory"]["bandwidth"]} for one in report["devices"]],
+    "axes": [[one["all_reduce_bandwidth"], one["link_bandwidth"]] for one in report["axes"]],
+    "queued products": [products.measure(work, device, operands, 10)[1] for _ in range(2)][1],  # compiled first
+    "blocks": memory.check_memory(work, Accelerator(), 3 * 2**16, 0).bandwidth,
+    "queued inversions": memory.measure_bandwidth(work, Accelerator(), 2**20),
+}
+axis = links.check_axis(work, mesh, "y", 2**8, 3, 5, None)
+found["queued exchanges"] = [axis.all_reduce_bandwidth, axis.link_bandwidth]
+print("RESULT" + json.dumps(found))
+"""
+
+
+def test_rates_are_the_known_work_by_the_known_times() -> None:
+    found = run_apart(RATES, XLA_FLAGS=emulated(8))
+    fast = {"bfloat16": 2.0**31, "float32": 2.0**30, "memory": 2.0**28}
+    slow = {name: rate / 2 for name, rate in fast.items()}
+    ring, link = 2.0**26, 2.0**24
+    text = found.pop("text")
+    assert "bfloat16 2.147 GFLOP/s, float32 1.074 GFLOP/s, memory 0.268 GB/s (0.25 MiB)" in text
+    assert "axis 'x': 2 devices, all-reduce 0.0671 GB/s, to a neighbour 0.0168 GB/s (16.00 KiB)" in text
+    assert found == {
+        "devices": [fast, slow] * 4,
+        "axes": [[ring, link]] * 2,
+        "queued products": fast["float32"],
+        "blocks": fast["memory"],
+        "queued inversions": fast["memory"],
+        "queued exchanges": [ring, link],
+    }
+
+
+def test_the_clock_of_rates_counts_seconds() -> None:
+    work = DeviceWork()
+    before = time.monotonic()
+    _, seconds = work.timed(None, lambda: time.sleep(0.05))
+    assert 0.05 <= seconds <= time.monotonic() - before
+
+
+def test_an_accelerator_that_was_slow_once_is_cleared_by_measuring_again(runs: dict[str, Any]) -> None:
+    report = runs["hiccup"]
+    assert verdicts(report)["speed_normal"] is True, report["text"]
+    rates = {
+        device["id"]: {**device["products"]["rates"], "memory": device["memory"]["bandwidth"]}
+        for device in report["devices"]
+    }
+    assert rates[4] == rates[3]
+
+
+@pytest.mark.parametrize(
+    ("name", "check"), [("memory lost", "memory_healthy"), ("products lost", "compute_correct")]
+)
+def test_a_failure_while_measuring_again_is_of_what_was_measured(
+    runs: dict[str, Any], name: str, check: str
+) -> None:
+    report = runs[name]
+    assert failed(report) == [check], report["text"]
+    assert {fault["what"] for fault in report["faults"]} == {"UNAVAILABLE: the device is gone"}
+
+
+def test_too_little_memory_to_measure_again_takes_nothing_from_exact_products(runs: dict[str, Any]) -> None:
+    report = runs["exhausted later"]
+    assert verdicts(report)["compute_correct"] is True, report["text"]
+    assert failed(report) == ["speed_normal"]  # its other rates
 
 
 @pytest.mark.parametrize("name", ["hangs", "hangs later"])
@@ -461,6 +622,50 @@ def test_verdicts_of_what_was_not_reached() -> None:
     assert found["all_chips_online"] == (False, "devices: 1 of 3 did not report from their processes")
     assert found["interconnect_ok"] == (None, "so it is")
     assert found["compute_correct"] == (None, "not every device was reached")
+
+
+def test_speed_is_unknown_without_anything_to_compare_with() -> None:
+    def made(number: int, **changes: Any) -> DeviceHealth:
+        return device(number, products=ProductHealth(1, rates={"bfloat16": 90.0}), **changes)
+
+    def speed(*those: DeviceHealth) -> tuple[bool | None, str]:
+        return judge(those, [], listed=len(those), expected=None)[0]["speed_normal"]
+
+    peaks = {"bfloat16": 100.0}
+    cpus = [made(number, platform="cpu", kind="cpu", process=number // 2) for number in range(3)]
+    assert speed(made(0), made(1)) == (True, "no device below 50% of its peers' median")
+    assert speed(made(0, peak_flops=peaks)) == (True, "1 rate compared with the catalogue")
+    for those, reason in (
+        (
+            [made(0)],
+            "tpu:0: the catalogue has no rates of 'TPU v4', and there is no second one to compare with",
+        ),
+        (
+            [made(0), made(1, kind="TPU x")],
+            "tpu:0: the catalogue has no rates of 'TPU v4', and there is no second one",
+        ),
+        ([made(0, peak_flops=peaks), made(1, kind="TPU x")], "tpu:1: the catalogue has no rates of 'TPU x'"),
+        (cpus, "tpu:2: the catalogue has no rates of 'cpu', and there is no second one of its process"),
+        ([made(0), made(1), device(2)], "tpu:2: no rate was measured"),
+        ([], "no device was reached"),
+    ):
+        ok, why = speed(*those)
+        assert ok is None
+        assert why.startswith(reason)
+
+
+def test_the_reason_why_memory_is_not_tested_is_what_bounds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("x",))
+    report = check_health(mesh=mesh, quick=True, memory_limit_bytes=1000)
+    assert report["memory_healthy"] is None
+    assert report.reason("memory_healthy").endswith(
+        "not tested: memory_limit_bytes is 1,000, and the smallest test needs 65,536 bytes"
+    )
+    monkeypatch.setattr("capibara.hardware.telemetry.available_memory", lambda: 200_000)
+    report = check_health(mesh=mesh, quick=True, memory_limit_bytes=2**18)
+    assert report.reason("memory_healthy").endswith(
+        "not tested: 0.25 of the 200,000 free bytes is less than the 65,536 of the smallest test"
+    )
 
 
 def test_a_slow_axis_is_named_where_the_catalogue_knows_its_links() -> None:

@@ -53,8 +53,11 @@ VERBS: dict[str, str] = {
 _OWN_SIGNALS = ("train", "launch", "serve")
 # What stands after -- is another command, with options of its own.
 _COMMANDS = ("launch", "profile")
-# These write large files, on many threads or beside JAX, in whose callbacks an exception of a handler is lost.
-_ENDING = ("compress", "decompress", "embed", "export")
+# These write large files on many threads, or wait for threads inside JAX: one that is still there when Python exits
+# aborts the process, and an exception of a handler is lost in JAX's callbacks.
+_ENDING = ("compress", "decompress", "embed", "export", "health")
+# Threads that Python does not survive or waits for on its way out: of saves that hang, and of work on devices.
+_THREADS = ("capibara-checkpoint-", "capibara-health")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -134,8 +137,8 @@ def _handlers(verb: str, own_process: bool) -> contextlib.AbstractContextManager
 
 
 def _is_waited_for() -> bool:
-    """Whether Python would wait on its way out: for other processes, which wait for this one, or for a hanging save."""
-    if any(thread.name.startswith("capibara-checkpoint-") for thread in threading.enumerate()):
+    """Whether Python would wait or abort on its way out: for other processes, which wait for this one, or threads."""
+    if any(thread.name.startswith(_THREADS) for thread in threading.enumerate()):
         return True
     distributed = sys.modules.get("jax.distributed")
     return distributed is not None and distributed.is_initialized()

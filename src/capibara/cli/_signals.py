@@ -3,8 +3,9 @@
 By default SIGTERM ends a process between two instructions, and files that are being written stay beside their places.
 An exception goes through every ``with`` and ``finally`` on its way out (:func:`raise_on_sigterm`). But it may be raised
 between any two instructions of the main thread: before a ``with`` has taken hold of what it is to clear away, or while
-a thread is being started, which then nobody waits for properly. Verbs that write large files therefore
-end without an exception: the handler removes their temporary files, and the process is over (:func:`end_on_signals`).
+a thread is being started, which then nobody waits for properly. Verbs that write large files or leave work on devices
+to threads therefore end without an exception: the handler removes their temporary files, and the process is over
+(:func:`end_on_signals`).
 """
 
 from __future__ import annotations

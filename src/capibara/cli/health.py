@@ -8,12 +8,12 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from capibara.cli._json import print_json
+from capibara.cli._leaving import leave
 
 if TYPE_CHECKING:
     from capibara.observe.health import DeviceHealth, HealthReport
@@ -68,15 +68,8 @@ def run(args: argparse.Namespace) -> int:
     code = 0 if report.healthy else 1
     if report.unfinished:
         # JAX waits for its devices when Python exits: for one that hangs, forever.
-        atexit.register(_leave, code)
+        atexit.register(leave, SystemExit(code))
     return code
-
-
-def _leave(code: int) -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
 
 
 @contextlib.contextmanager

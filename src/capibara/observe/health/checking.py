@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -34,6 +34,7 @@ __all__ = ["Progress", "check_health"]
 Progress = Callable[[str, int, int], None]
 """Told what is done now, how many parts are done, and how many there are."""
 
+_Tested = TypeVar("_Tested", ProductHealth, MemoryHealth)
 # What a device that fails raises. Any other error is one of this program.
 _FAILURES = (JaxRuntimeError, DeadlineError)
 _FRACTION, _MOST = 0.25, 2**30
@@ -293,8 +294,7 @@ class _Check:
             self.found[device] = replace(found, products=_problem(result, error))
             return False
         result = _with_wrong(result, wrong, first, f"{dtype} {problem.name}")
-        rates = {**result.rates, dtype: max(rate, result.rates.get(dtype, 0.0))}
-        self.found[device] = replace(found, products=replace(result, rates=rates))
+        self.found[device] = replace(found, products=result).with_rate(dtype, rate)
         return True
 
     def _temperatures(self) -> None:
@@ -323,7 +323,7 @@ class _Check:
                         size / _SLOWEST_MEMORY,
                     )
                 except _FAILURES as error:
-                    result = MemoryHealth(0, problem=_line(error), failed=not is_exhausted(error))
+                    result = _problem(result, error)
             self.found[device] = replace(self.found[device], memory=result)
 
     def _measure_again(self) -> None:
@@ -348,29 +348,33 @@ class _Check:
             self.found[device] = replace(found, slow=own)
 
     def _once_more(self, device: Any, name: str) -> float | None:
-        """A rate of a device, measured now; None if it cannot be."""
+        """A rate of a device, measured now; None if it cannot be. The best one is kept."""
         found = self.found[device]
         if not found.answers or name not in found.rates():
             return None
         try:
             if name == "memory":
-                size = 0 if found.memory is None else found.memory.tested
-                return self._within(
+                rate = self._within(
                     "a test of memory bandwidth",
                     device,
-                    lambda: measure_bandwidth(self.work, device, size),
+                    lambda: measure_bandwidth(self.work, device, found.memory.tested if found.memory else 0),
                 )
-            problem = make_problems(self._size, (0,))[0]
+            else:
+                problem = make_problems(self._size, (0,))[0]
 
-            def multiply() -> float:
-                matrices = jax.block_until_ready(problem.operands(name, device))
-                return max(measure(self.work, device, matrices, self._calls)[1] for _ in range(3))
+                def multiply() -> float:
+                    matrices = jax.block_until_ready(problem.operands(name, device))
+                    return max(measure(self.work, device, matrices, self._calls)[1] for _ in range(3))
 
-            return self._within(f"{name} matrix products", device, multiply)
+                rate = self._within(f"{name} matrix products", device, multiply)
         except _FAILURES as error:
-            products = found.products or ProductHealth(0)
-            self.found[device] = replace(found, products=_problem(products, error))
+            # Memory that others hold by now takes nothing from what was tested before.
+            if not is_exhausted(error):
+                part = "memory" if name == "memory" else "products"
+                self.found[device] = replace(found, **{part: _problem(getattr(found, part), error)})
             return None
+        self.found[device] = found.with_rate(name, rate)
+        return rate
 
     def _of_all_processes(self) -> tuple[list[DeviceHealth], str]:
         """The devices of all processes, and why their links cannot be checked."""
@@ -504,7 +508,7 @@ def _with_wrong(result: ProductHealth, wrong: int, first: str, name: str) -> Pro
     )
 
 
-def _problem(result: ProductHealth, error: RuntimeError) -> ProductHealth:
+def _problem(result: _Tested, error: RuntimeError) -> _Tested:
     return replace(result, problem=_line(error), failed=not is_exhausted(error))
 
 

@@ -40,10 +40,13 @@ def size_to_test(device: Any, fraction: float, most: int) -> tuple[int, str]:
         return 0, "the device does not report its memory"
     if device.platform == "cpu" and (available := available_memory()) is not None:
         free = min(free, available)
-    size = min(int(max(free, 0) * fraction), most)
-    if size < _SMALLEST:
-        return 0, f"only {max(free, 0):,} bytes are free"
-    return size, ""
+    share = int(max(free, 0) * fraction)
+    if share < _SMALLEST:
+        why = f"{fraction:.3g} of the {max(free, 0):,} free bytes is less than the {_SMALLEST:,} of the smallest test"
+        return 0, why
+    if most < _SMALLEST:  # no other bound is that small
+        return 0, f"memory_limit_bytes is {most:,}, and the smallest test needs {_SMALLEST:,} bytes"
+    return min(share, most), ""
 
 
 def check_memory(work: DeviceWork, device: Any, size: int, seed: int) -> MemoryHealth:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 __all__ = ["AxisHealth", "DeviceHealth", "Fault", "MemoryHealth", "ProductHealth", "Temperature"]
@@ -143,6 +143,22 @@ class DeviceHealth:
             enough = self.memory.tested >= _ENOUGH
             found["memory"] = self.memory.bandwidth, self.peak_bandwidth if enough else None
         return found
+
+    def with_rate(self, name: str, rate: float) -> DeviceHealth:
+        """The device with a newly measured rate, if that is better than those before.
+
+        Args:
+          name: as in :meth:`rates`. That part of the device was tested.
+          rate: FLOP/s, or bytes per second.
+        """
+        if name == "memory":
+            assert self.memory is not None
+            return replace(
+                self, memory=replace(self.memory, bandwidth=max(rate, self.memory.bandwidth or 0.0))
+            )
+        assert self.products is not None
+        rates = {**self.products.rates, name: max(rate, self.products.rates.get(name, 0.0))}
+        return replace(self, products=replace(self.products, rates=rates))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> DeviceHealth:

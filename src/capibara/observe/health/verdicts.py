@@ -248,18 +248,39 @@ def _speed(devices: Sequence[DeviceHealth], axes: Sequence[AxisHealth], faults: 
                 faults.append(Fault(check, f"axis {axis.name!r}", what))
     if failed := _failed(check, faults):
         return failed
-    rates = [each for device in devices for each in device.rates().items()]
-    if not rates:
+    if uncompared := [(device, why) for device in devices if (why := _uncompared(device, devices))]:
+        device, why = uncompared[0]
+        return None, f"{device.name}: {why}"
+    if not devices:
         return None, "no device was reached"
-    known = sum(peak is not None for _, (_, peak) in rates) + compared
-    if len(devices) < 2 and not known:
-        return (
-            None,
-            f"the catalogue has no rates of {devices[0].kind!r}, and there is no second device to compare with",
-        )
-    peers = f"no device below {SLOW:.0%} of its peers' median" if len(devices) > 1 else ""
-    figures = f"{known} rates compared with the catalogue" if known else ""
+    known = sum(peak is not None for device in devices for _, peak in device.rates().values()) + compared
+    some = any(_has_peer(device, devices) for device in devices)
+    peers = f"no device below {SLOW:.0%} of its peers' median" if some else ""
+    figures = f"{known} rate{'s' * (known != 1)} compared with the catalogue" if known else ""
     return True, "; ".join(filter(None, (peers, figures)))
+
+
+def _uncompared(device: DeviceHealth, devices: Sequence[DeviceHealth]) -> str:
+    """Why no rate of a device was compared with a peer's or the catalogue's; empty if one was."""
+    rates = device.rates()
+    if not rates:
+        return "no rate was measured"
+    if any(peak for _, peak in rates.values()) or _has_peer(device, devices):
+        return ""
+    where = " of its process" if device.platform == "cpu" else ""
+    return f"the catalogue has no rates of {device.kind!r}, and there is no second one{where} to compare with"
+
+
+def _has_peer(device: DeviceHealth, devices: Sequence[DeviceHealth]) -> bool:
+    """Whether a rate of a device is compared with another device's."""
+    return any(
+        peer is not device
+        and peer.kind == device.kind
+        # CPUs of other processes are not compared.
+        and (device.platform != "cpu" or peer.process == device.process)
+        and peer.rates().keys() & device.rates().keys()
+        for peer in devices
+    )
 
 
 def _what(name: str) -> str:
