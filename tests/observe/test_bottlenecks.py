@@ -309,6 +309,27 @@ def test_float64_on_a_gpu_is_measured_at_its_rates():
         replace(BASE, chip="nvidia-h100-sxm", operations=(replace(PRODUCT, dtype="f64"),))
     ).bottlenecks
     assert (found.kind, found.predicted_gain) == ("float64", pytest.approx(0.8 * (1 - 67 / 494.5)))
+    # cuBLAS's products are kernels that XLA did not make; of others it is not known what they do.
+    kernel = replace(PRODUCT, dtype="f64", kind="kernel")
+    assert kinds(replace(BASE, chip="nvidia-h100-sxm", operations=(kernel,))) == ["float64"]
+    assert kinds(replace(BASE, chip="nvidia-h100-sxm", operations=(replace(kernel, flops=0),))) == []
+
+
+def test_a_transposition_that_has_the_path_of_its_operand():
+    turned = replace(PRODUCT, name="wrapped_transpose.1", opcode="fusion", path="x", flops=0, dtype="bf16")
+    assert kinds(replace(BASE, operations=(turned,))) == ["copies"]
+    assert kinds(replace(BASE, operations=(replace(turned, name="input_transpose_fusion"),))) == []
+
+
+@pytest.mark.parametrize(("names", "left"), [(("step",), 0.16), (tuple("abcdefghij"), 0.016)])
+def test_a_loop_in_one_program_still_starts_kernels_on_a_gpu(names: tuple[str, ...], left: float):
+    """10,000 runs of one program are as many turns of a loop; of ten programs, a tenth."""
+    runs = 10_000 // len(names)
+    programs = tuple(ProgramRuns(f"jit_{name}", runs, 0.01, 0, 0, None) for name in names)
+    (found,) = find_bottlenecks(
+        replace(BASE, devices=1, busy_seconds=0.02, within_seconds=0.0, events=10_000, programs=programs)
+    ).bottlenecks
+    assert (found.kind, found.predicted_gain) == ("dispatch", pytest.approx(0.98 - left))
 
 
 def test_starting_programs_is_not_waiting_for_input():

@@ -192,6 +192,16 @@ def test_a_loop_within_a_run(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("reader")
+def test_a_copy_ends_before_what_comes_after_it(tmp_path: Path):
+    """Its end was recorded when the host, which was in a callback, went on."""
+    path = tmp_path / "x.xplane.pb"
+    path.write_bytes(space(event(0, 4000, 11, "copy.9", 5) + event(20, 10, 12, "dot.3", 1), {11: 10, 12: 10}))
+    trace = read_trace(path, {5: {"copy.9": "copy", "dot.3": "kernel"}})
+    assert trace.counts == {(5, "copy.9"): (1, 20.0), (5, "dot.3"): (1, 10.0)}
+    assert trace.busy_ns == 30
+
+
+@pytest.mark.usefixtures("reader")
 def test_kernels_without_an_operation_keep_their_time(tmp_path: Path):
     path = tmp_path / "x.xplane.pb"
     path.write_bytes(space(event(0, 10, 11, "command_buffer_7", 1), {11: 10}))

@@ -51,7 +51,9 @@ _TURN_ON_GPU = 16e-6
 _START_ON_GPU = 3e-6
 # How XLA calls Python on CPUs and GPUs; on TPUs it exchanges arrays with the host.
 _CALLS_PYTHON = re.compile(r"^xla_\w*python_(cpu|gpu)_callback$|^(send|recv)(-done)?$")
-_PRIMITIVE = re.compile(r"^jit__?[a-z][a-z_0-9]*$")
+# What XLA calls a kernel of this one operation; of the path it has that of the operand.
+_MOVES = re.compile(r"^wrapped_(transpose|copy)\b")
+_PRIMITIVE = re.compile(r"^jit_(?!_lambda$)_?[a-z][a-z_0-9]*$")
 
 
 def _percent(part: float) -> str:
@@ -162,10 +164,11 @@ def idle(profile: Profile) -> Bottleneck | None:
 def _primitives(profile: Profile) -> list[str]:
     """Names of programs that are one operation each, as JAX makes them of code that is not jitted."""
     many: Counter[str] = Counter(one.program for one in profile.operations if one.count)
+    alike: Counter[str] = Counter(one.name for one in profile.programs)
     return [
         one.name
         for one in profile.programs
-        if many[one.name] <= 2 and _PRIMITIVE.match(one.name) and one.runs >= 3
+        if many[one.name] <= 2 * alike[one.name] and _PRIMITIVE.match(one.name) and one.runs >= 3
     ]
 
 
@@ -176,7 +179,12 @@ def dispatch(profile: Profile) -> Bottleneck | None:
         return _kernels_one_by_one(profile)
     runs = _runs(profile)
     names = [one.name for one in sorted(profile.programs, key=lambda one: -one.runs)[:5]]
-    left = _TURN_ON_GPU * runs / profile.devices / profile.wall_seconds if profile.platform == "gpu" else 0.0
+    left = 0.0
+    if (
+        profile.platform == "gpu"
+    ):  # where it becomes a loop in a program, of which each turn ran each of these
+        turns = runs / profile.devices / len({one.name for one in profile.programs})
+        left = _TURN_ON_GPU * turns / profile.wall_seconds
     return Bottleneck(
         "dispatch",
         f"{runs:,} programs of {1e6 * (profile.busy_seconds or 0) * profile.devices / runs:.0f} µs each were started; "
@@ -228,7 +236,8 @@ def unfused(profile: Profile) -> Bottleneck | None:
     reductions = sum("reduce" in one.path.rpartition("/")[2] for one in alone)
     if profile.platform == "gpu":
         # Memory sets the time of all of them there; one operation may run several times in a turn.
-        turns = min(one.count for one in alone)
+        large = [one for one in alone if one.bytes / one.count >= _LITTLE_DATA]
+        turns = min((one.count for one in large), default=runs)
         left = min(1.0, (2 + reductions) * array / (sum(one.bytes for one in alone) / turns))
     else:
         left = min(1.0, max(1 / chain, (2 + reductions) * array / per_call))
@@ -332,7 +341,7 @@ def _from(one: Operation) -> str:
 
 def float64(profile: Profile) -> Bottleneck | None:
     """Work in float64, at half the rate or less, on arrays of twice the bytes."""
-    wide = [one for one in profile.operations if one.dtype == "f64" and one.kind != "kernel"]
+    wide = [one for one in profile.operations if one.dtype == "f64" and (one.flops or one.kind != "kernel")]
     part = _spent(profile, wide)
     if part < _WIDE:
         return None
@@ -457,7 +466,7 @@ def _only_moves(one: Operation) -> bool:
     return (
         not one.flops
         and one.kind == "compute"
-        and one.path.rpartition("/")[2] in ("transpose", "copy", "copy_p")
+        and (one.path.rpartition("/")[2] in ("transpose", "copy", "copy_p") or _MOVES.match(one.name))
     )
 
 

@@ -70,6 +70,7 @@ def gpu_events(
     here = here[rows["line"]]
     mine = np.flatnonzero(here)
     rows["run"][mine] = _outermost(table.scopes, rows["flow"][mine])
+    _end_copies(table, rows, mine)
     unclear = np.unique(rows["program"][mine][rows["flow"][mine] == 0])
     graphs = _in_graphs(table, rows, mine, operations)
     outside = mine if not graphs else mine[~np.isin(mine, np.concatenate(list(graphs.values())))]
@@ -97,6 +98,21 @@ def gpu_events(
         frozenset(unclear.tolist()),
         frozenset(program for program, _ in graphs),
     )
+
+
+def _end_copies(table: EventTable, rows: np.ndarray, mine: np.ndarray) -> None:
+    """End copies where the next work of their stream begins, at the latest.
+
+    Work of a stream runs in its order. Of copies within a device, whose program then waits for the host, the end was
+    recorded only when the host went on, milliseconds late.
+    """
+    copies = np.array([_of_memory(text) for text in table.texts] or [False])
+    mine = mine[np.lexsort((rows["start_ps"][mine], rows["line"][mine]))]
+    before, after = mine[:-1], mine[1:]
+    late = copies[rows["name"][before]] & (rows["line"][before] == rows["line"][after])
+    before, after = before[late], after[late]
+    between = rows["start_ps"][after] - rows["start_ps"][before]
+    rows["duration_ps"][before] = np.minimum(rows["duration_ps"][before], between)
 
 
 def _outermost(scopes: np.ndarray, start: np.ndarray) -> np.ndarray:
