@@ -934,7 +934,8 @@ def test_products_that_threads_share_are_as_long_as_they_take():
     products = [one for one in profile.operations if one.flops]
     assert len(products) == 2
     assert profile.peak_flops is not None
-    assert all(one.flops / one.seconds < 4 * profile.peak_flops for one in products)
+    rates = [one.flops / one.seconds / profile.peak_flops for one in products]
+    assert max(rates) < 4, rates
 
 
 def test_sorting_on_several_threads():
