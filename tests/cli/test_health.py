@@ -97,6 +97,7 @@ def test_a_missing_device_is_exit_code_1(
         (["--memory-fraction", "2"], "memory_fraction: got 2.0"),
         (["--expected", "0"], "expected_devices: got 0"),
         (["--timeout", "-1"], "timeout: got -1.0"),
+        (["--timeout", "1e10"], "timeout: got 10000000000.0, expected a number above 0 and at most 86,400"),
         (["--expected", "many"], "invalid int value: 'many'"),
     ],
 )

@@ -9,6 +9,8 @@ import sys
 import threading
 import time
 import types
+from pathlib import Path
+from typing import Any
 
 import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
@@ -293,6 +295,26 @@ def test_a_trace_that_cannot_be_written(tmp_path):
         TPUConfig().profile_tpu_usage(trace_dir=tmp_path / "broken", workload=lambda: 1 // 0)
     with jax.profiler.trace(str(tmp_path / "next")):  # none of them is still being taken
         pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"workload": 5}, "workload: got 5, expected a function without arguments or None. Pass one"),
+        ({"trace_dir": 5}, "trace_dir: got 5, expected the path of a folder"),
+        ({"trace_dir": b"traces"}, "trace_dir: got b'traces', expected the path of a folder (str"),
+        ({"trace_dir": ""}, "trace_dir: got '', expected the path of a folder"),
+        (
+            {"trace_dir": "a\0b"},
+            "trace_dir: got 'a\\x00b', expected the path of a folder (str or os.PathLike), without",
+        ),
+        ({"trace_dir": Path("a\0b")}, "without NUL characters, or None. Pass a folder"),
+    ],
+)
+def test_invalid_arguments_of_profiling(arguments: dict[str, Any], words: str):
+    with pytest.raises(TPUError) as caught:
+        TPUConfig().profile_tpu_usage(**arguments)
+    assert words in str(caught.value)
 
 
 def test_a_failing_workload_is_not_hidden():

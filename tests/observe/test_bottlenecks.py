@@ -503,7 +503,9 @@ def test_what_other_threads_do():
 
 
 def test_bad_input():
-    with pytest.raises(ProfileError, match="seconds: got 0"):
+    with pytest.raises(
+        ProfileError, match=r"seconds: got 0, expected a number above 0 and at most 600\. Pass"
+    ):
         TpuDiagnostics().analyze_performance_bottlenecks(seconds=0)
     with pytest.raises(ProfileError, match="profile: got 'x', expected a Profile"):
         TpuDiagnostics().analyze_performance_bottlenecks("x")  # pyright: ignore[reportArgumentType]

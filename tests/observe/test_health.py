@@ -484,13 +484,28 @@ def test_an_unknown_check_is_a_key_error_that_helps(one: HealthReport) -> None:
         ({"memory_fraction": float("nan")}, "memory_fraction: got nan"),
         ({"memory_fraction": "0.5"}, "memory_fraction: got '0.5'"),
         ({"memory_limit_bytes": -1}, "memory_limit_bytes: got -1"),
-        ({"timeout": 0}, "timeout: got 0, expected a number above 0. Pass seconds"),
+        ({"timeout": 0}, "timeout: got 0, expected a number above 0 and at most 86,400. Pass seconds"),
         ({"timeout": float("inf")}, "timeout: got inf"),
+        ({"timeout": 1e10}, "timeout: got 10000000000.0, expected a number above 0 and at most 86,400. Pass"),
+        ({"timeout": np.complex64(1)}, "timeout: got np.complex64(1+0j), expected a number"),
+        ({"mesh": jax.sharding.Mesh(np.empty(0, object), ("x",))}, "expected at least one device. Make one"),
+        (
+            {"mesh": jax.sharding.Mesh([jax.devices()[0]] * 2, ("x",))},
+            f"mesh: got {jax.devices()[0]} at more than one place, expected each device once. Make one",
+        ),
+        ({"work": 5}, "work: got 5, expected a DeviceWork or None. Pass an instance"),
+        ({"work": 0}, "work: got 0, expected a DeviceWork"),
+        ({"work": DeviceWork}, "expected a DeviceWork or None. Pass an instance"),
+        ({"quick": "no"}, "quick: got 'no', expected a boolean. Pass True or False."),
+        ({"temperatures": 40.0}, "temperatures: got 40.0, expected a function or None. Pass one that takes"),
+        ({"progress": 1}, "progress: got 1, expected a function or None. Pass one that takes a text"),
     ],
 )
 def test_invalid_arguments(settings: dict[str, Any], words: str) -> None:
+    of_object = {name: value for name, value in settings.items() if name in ("work", "temperatures")}
+    of_call = {name: value for name, value in settings.items() if name not in of_object}
     with pytest.raises(HealthError) as caught:
-        TpuDiagnostics().run_full_health_check(**settings)
+        TpuDiagnostics(**of_object).run_full_health_check(**of_call)
     assert isinstance(caught.value, ValueError)
     assert words in str(caught.value)
 
@@ -548,6 +563,59 @@ def test_temperatures_without_a_limit() -> None:
         report = check_health(**SMALL, temperatures=lambda devices, reading=reading: reading)
         assert report["temperature_normal"] is normal
         assert "70 °C" in report.reason("temperature_normal")
+
+
+def broken_sensors(devices: Any) -> Any:
+    raise OSError("no such sensor")
+
+
+@pytest.mark.parametrize(
+    ("read", "reason"),
+    [
+        (broken_sensors, "temperatures: raised OSError: no such sensor"),
+        (lambda devices: {}, "temperatures: returned none of this device"),
+        (
+            lambda devices: {one.id: Temperature(True, float("nan"), 95.0) for one in devices},
+            "temperatures: returned celsius=nan, which is not a temperature",
+        ),
+        (
+            lambda devices: {one.id: Temperature(True, 40.0, np.float32("inf")) for one in devices},  # pyright: ignore[reportArgumentType]
+            "temperatures: returned limit=inf, which is not a temperature",
+        ),
+    ],
+)
+def test_temperatures_that_cannot_be_read_are_unknown(read: Any, reason: str) -> None:
+    report = check_health(**SMALL, temperatures=read)
+    assert report["temperature_normal"] is None
+    assert report.reason("temperature_normal") == reason
+    assert report["memory_healthy"] is True
+    json.dumps(report.to_dict(), allow_nan=False)
+
+
+def test_temperatures_of_numpy_count() -> None:
+    warm, limit = np.float32(99), np.float32(95)
+    reading: Any = Temperature(warm < limit, warm, limit, "planted")  # pyright: ignore[reportArgumentType]
+    report = check_health(**SMALL, temperatures=lambda devices: {one.id: reading for one in devices})
+    assert report["temperature_normal"] is False
+    json.dumps(report.to_dict())
+
+
+@pytest.mark.parametrize(
+    ("readings", "words"),
+    [
+        (40.0, "temperatures: returned 40.0, expected a mapping from device.id to Temperature. Return {"),
+        ({0: 40.0}, "temperatures: returned 40.0 for "),
+        ({0: Temperature(True, "hot")}, "temperatures: returned celsius='hot' for "),  # pyright: ignore[reportArgumentType]
+        ({0: Temperature("yes", 40.0)}, "temperatures: returned normal='yes' for "),  # pyright: ignore[reportArgumentType]
+    ],
+)
+def test_temperatures_of_another_kind_are_an_error(readings: Any, words: str) -> None:
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("x",))
+    with pytest.raises(HealthError) as caught:
+        check_health(**SMALL, mesh=mesh, temperatures=lambda devices: readings)
+    assert str(caught.value).startswith(words)
+    assert "expected " in str(caught.value)
+    assert "Return " in str(caught.value)
 
 
 def test_an_error_of_our_own_is_raised() -> None:

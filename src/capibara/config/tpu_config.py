@@ -281,8 +281,14 @@ class TPUConfig:
           figure its definition and source, or why it is None.
 
         Raises:
-          TPUError: no device, or the trace cannot be written.
+          TPUError: an invalid argument, no device, or the trace cannot be written.
         """
+        if workload is not None and not callable(workload):
+            raise TPUError(
+                f"workload: got {workload!r:.200}, expected a function without arguments or None. "
+                "Pass one that does the work, such as lambda: step(state)."
+            )
+        folder = None if trace_dir is None else _checked_folder(trace_dir)
         import jax
 
         from capibara.hardware import cpu_times, device_memory, host_memory, live_array_bytes
@@ -305,8 +311,8 @@ class TPUConfig:
         sampler = None if platform == "cpu" else UtilizationSampler(devices)
         before = cpu_times()
         with contextlib.ExitStack() as stack:
-            if trace_dir is not None:
-                stack.enter_context(self._tracing(os.fspath(trace_dir)))
+            if folder is not None:
+                stack.enter_context(self._tracing(folder))
             if sampler is not None:
                 stack.enter_context(sampler)
             seconds = run()
@@ -338,7 +344,7 @@ class TPUConfig:
             "device_utilization": utilization,
             "platform": platform,
             "seconds": seconds,
-            "trace_dir": None if trace_dir is None else os.fspath(trace_dir),
+            "trace_dir": folder,
             "notes": notes,
         }
 
@@ -376,6 +382,17 @@ class TPUConfig:
             f"compute   {self.flops_per_chip / 1e12:g} TFLOP/s a chip, {self.total_flops / 1e15:g} PFLOP/s\n"
             f"precision parameters {self.param_dtype}, compute {self.compute_dtype}"
         )
+
+
+def _checked_folder(trace_dir: object) -> str:
+    """The path of a folder, as text."""
+    folder = os.fspath(trace_dir) if isinstance(trace_dir, str | os.PathLike) else None
+    if not isinstance(folder, str) or not folder or "\0" in folder:
+        raise TPUError(
+            f"trace_dir: got {trace_dir!r:.200}, expected the path of a folder (str or os.PathLike), without NUL "
+            "characters, or None. Pass a folder that a trace can be written to."
+        )
+    return folder
 
 
 def _checked_shape(shape: Sequence[int]) -> list[int]:

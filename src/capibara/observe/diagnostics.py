@@ -91,13 +91,16 @@ class TpuDiagnostics:
         """
         if profile is None:
             if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= 600:
-                raise ProfileError(f"seconds: got {seconds!r}, expected a number up to 600")
+                raise ProfileError(
+                    f"seconds: got {seconds!r:.200}, expected a number above 0 and at most 600. "
+                    "Pass how long to profile, such as 2.0."
+                )
             profiler = TpuPerformanceProfiler()
             with profiler.profile_context("process"):
                 time.sleep(seconds)
             profile = profiler.profile()
         elif not isinstance(profile, Profile):
             raise ProfileError(
-                f"profile: got {profile!r:.200}, expected a Profile, as profiler.profile() returns"
+                f"profile: got {profile!r:.200}, expected a Profile or None. Pass what profiler.profile() returns."
             )
         return find_bottlenecks(profile)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable
@@ -15,7 +14,9 @@ from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh
 
 from capibara.hardware import detect_chip
+from capibara.hardware.accelerators import said
 from capibara.measure.installation import package_versions
+from capibara.observe.health.arguments import check_function, check_integer, check_mesh, is_number
 from capibara.observe.health.deadline import DeadlineError, Task
 from capibara.observe.health.errors import HealthError
 from capibara.observe.health.expected import described_devices
@@ -24,7 +25,7 @@ from capibara.observe.health.memory import check_memory, is_exhausted, measure_b
 from capibara.observe.health.products import DTYPES, make_problems, measure, wrong_elements
 from capibara.observe.health.report import HealthReport
 from capibara.observe.health.results import AxisHealth, DeviceHealth, MemoryHealth, ProductHealth, Temperature
-from capibara.observe.health.temperature import ReadTemperatures, read_temperatures
+from capibara.observe.health.temperature import ReadTemperatures, checked_temperatures, read_temperatures
 from capibara.observe.health.verdicts import judge, slow_rates
 from capibara.observe.health.work import DeviceWork
 from capibara.train.processes import Processes
@@ -41,6 +42,7 @@ _FRACTION, _MOST = 0.25, 2**30
 _MOST_QUICK = {True: 2**29, False: 2**25}  # on an accelerator, on a CPU
 _ROUNDS = 5  # timed repetitions of products, one device after another
 _TRIES = 4  # how often a device that seems slow is measured again
+_LONGEST = 86_400  # seconds of a time limit: threads cannot wait for any number of them
 _SLOWEST_MEMORY = 50e6  # bytes per second of memory for which a memory test waits
 
 
@@ -68,30 +70,38 @@ def check_health(
       memory_fraction: share of each device's free memory to test, above 0 and at most 0.9. By default a quarter, but
         at most 1 GiB.
       memory_limit_bytes: the most memory to test on each device.
-      timeout: seconds that one piece of work on a device may take, compilation included.
+      timeout: seconds that one piece of work on a device may take, compilation included; at most a day.
       quick: test less memory, smaller and fewer products.
       work: what runs on devices.
-      temperatures: reads them.
+      temperatures: reads them. Those of devices that it leaves out, or all if it raises an error, are unknown.
       progress: told what is done.
 
     Raises:
-      HealthError: (a ``ValueError``) an invalid argument.
+      HealthError: (a ``ValueError``) an invalid argument, or ``temperatures`` returns something else.
     """
     start = time.monotonic()
-    if mesh is not None and not isinstance(mesh, Mesh):
+    check_mesh(mesh)
+    check_integer("expected_devices", expected_devices, "the number of devices that there should be")
+    check_integer("memory_limit_bytes", memory_limit_bytes, "the most bytes to test on each device")
+    if memory_fraction is not None and not (is_number(memory_fraction) and 0 < memory_fraction <= 0.9):
         raise HealthError(
-            f"mesh: got {mesh!r:.200}, expected a jax.sharding.Mesh of devices or None. "
-            "Make one with jax.make_mesh(sizes, names)."
-        )
-    _check_integer("expected_devices", expected_devices, "the number of devices that there should be")
-    _check_integer("memory_limit_bytes", memory_limit_bytes, "the most bytes to test on each device")
-    if memory_fraction is not None and not (_is_number(memory_fraction) and 0 < memory_fraction <= 0.9):
-        raise HealthError(
-            f"memory_fraction: got {memory_fraction!r}, expected a number above 0 and at most 0.9. "
+            f"memory_fraction: got {memory_fraction!r:.200}, expected a number above 0 and at most 0.9. "
             "Pass the share of free memory to test, such as 0.25."
         )
-    if not (_is_number(timeout) and 0 < timeout < math.inf):
-        raise HealthError(f"timeout: got {timeout!r}, expected a number above 0. Pass seconds, such as 60.0.")
+    if not (is_number(timeout) and 0 < timeout <= _LONGEST):
+        raise HealthError(
+            f"timeout: got {timeout!r:.200}, expected a number above 0 and at most {_LONGEST:,}. "
+            "Pass seconds, such as 60.0."
+        )
+    if not isinstance(quick, bool):
+        raise HealthError(f"quick: got {quick!r:.200}, expected a boolean. Pass True or False.")
+    if work is not None and not isinstance(work, DeviceWork):
+        raise HealthError(
+            f"work: got {work!r:.200}, expected a DeviceWork or None. "
+            "Pass an instance of DeviceWork or of a subclass."
+        )
+    check_function("temperatures", temperatures, "devices and returns temperatures by device.id")
+    check_function("progress", progress, "a text, the parts that are done, and their number")
     check = _Check(
         mesh,
         memory_fraction,
@@ -103,15 +113,6 @@ def check_health(
         progress or (lambda text, done, total: None),
     )
     return check.run(expected_devices, start)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
-
-
-def _check_integer(name: str, value: object, what: str) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise HealthError(f"{name}: got {value!r}, expected an integer of at least 1 or None. Pass {what}.")
 
 
 class _Check:
@@ -301,11 +302,12 @@ class _Check:
         devices = list(self.found)
         try:
             readings = self._within("reading temperatures", None, lambda: self.temperatures(devices))
-        except DeadlineError as error:
-            readings = {device.id: Temperature(None, reason=str(error)) for device in devices}
-        for device, found in self.found.items():
-            if device.id in readings:
-                self.found[device] = replace(found, temperature=readings[device.id])
+        except Exception as error:
+            # Whatever another's function raises: what else is found counts without temperatures.
+            why = str(error) if isinstance(error, DeadlineError) else f"temperatures: raised {said(error)}"
+            readings = dict.fromkeys((device.id for device in devices), Temperature(None, reason=why))
+        for device, reading in checked_temperatures(readings, devices).items():
+            self.found[device] = replace(self.found[device], temperature=reading)
 
     def _memory(self) -> None:
         for number, device in enumerate(self._working()):

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from capibara.hardware.accelerators import Nvml, said
+from capibara.observe.health.arguments import is_number
+from capibara.observe.health.errors import HealthError
 from capibara.observe.health.results import Temperature
 
-__all__ = ["ReadTemperatures", "read_temperatures"]
+__all__ = ["ReadTemperatures", "checked_temperatures", "read_temperatures"]
 
 ReadTemperatures = Callable[[Sequence[Any]], Mapping[int, Temperature]]
 """Devices → temperatures by ``device.id``."""
@@ -40,6 +46,53 @@ def read_temperatures(devices: Sequence[Any], system: str = "/") -> dict[int, Te
         else:
             found |= _nvidia(those)
     return found
+
+
+def checked_temperatures(readings: object, devices: Sequence[Any]) -> dict[Any, Temperature]:
+    """The temperature of each device, from what a function read; it is unknown where the function has none.
+
+    Args:
+      readings: what a :data:`ReadTemperatures` returned.
+      devices: those that it was called with.
+
+    Raises:
+      HealthError: it is not a mapping from ``device.id`` to :class:`Temperature`.
+    """
+    expected = "expected a mapping from device.id to Temperature. Return {device.id: Temperature(True, 60.0, 95.0), …}."
+    if not isinstance(readings, Mapping):
+        raise HealthError(f"temperatures: returned {readings!r:.200}, {expected}")
+    found = {}
+    for device in devices:
+        reading = readings.get(
+            device.id, Temperature(None, reason="temperatures: returned none of this device")
+        )
+        if not isinstance(reading, Temperature):
+            raise HealthError(f"temperatures: returned {reading!r:.200} for {device}, {expected}")
+        found[device] = _checked(reading, device)
+    return found
+
+
+def _checked(reading: Temperature, device: Any) -> Temperature:
+    for name in ("celsius", "limit"):
+        value = getattr(reading, name)
+        if value is None:
+            continue
+        if not is_number(value):
+            raise HealthError(
+                f"temperatures: returned {name}={value!r:.200} for {device}, expected a number or None. "
+                "Return degrees Celsius."
+            )
+        if not math.isfinite(value):
+            return Temperature(
+                None, reason=f"temperatures: returned {name}={value}, which is not a temperature"
+            )
+        reading = replace(reading, **{name: float(value)})
+    if reading.normal is not None and not isinstance(reading.normal, bool | np.bool_):
+        raise HealthError(
+            f"temperatures: returned normal={reading.normal!r:.200} for {device}, expected a boolean or None. "
+            "Return None where it cannot be known."
+        )
+    return replace(reading, normal=None if reading.normal is None else bool(reading.normal))
 
 
 def _processor(root: Path) -> Temperature:
