@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -940,3 +942,26 @@ def test_temperature_of_a_gpu_without_its_library(monkeypatch: pytest.MonkeyPatc
     assert "pip install nvidia-ml-py" in read_temperatures([gpu])[0].reason
     other = SimpleNamespace(id=1, platform="gpu", device_kind="Radeon")
     assert read_temperatures([other])[1].normal is None
+
+
+INTERRUPTED = """
+import os, signal, threading
+import jax
+from capibara.observe.health.deadline import Task
+
+def compute():
+    # As a device at work: Python's lock is given away in C++.
+    return jax.block_until_ready(jax.jit(lambda x: jax.lax.fori_loop(0, 400, lambda _, h: h @ h * 1e-3, x))(x))
+
+x = jax.numpy.ones((600, 600))
+threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+Task(compute, "products").wait(600)
+"""
+
+
+def test_an_interrupt_in_a_script_does_not_abort_it():
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode in (1, -signal.SIGINT, 130), done.stderr
+    assert done.stderr.endswith("KeyboardInterrupt\n")

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 __all__ = ["DeadlineError", "Task"]
+
+# At the interpreter's end a thread within JAX aborts the process, so it is waited for: not forever, if a device hangs.
+_AT_THE_END = 10.0
+_unfinished: weakref.WeakSet[Task] = weakref.WeakSet()
+
+
+@atexit.register
+def _wait_for_tasks() -> None:
+    until = time.monotonic() + _AT_THE_END
+    for task in list(_unfinished):
+        task.done.wait(max(0.0, until - time.monotonic()))
 
 
 class DeadlineError(RuntimeError):
@@ -20,6 +33,9 @@ class Task:
     Args:
       function: what to run.
       name: of the work, for messages.
+
+    Attributes:
+      done: set when the function has ended. (``Thread.join`` that is interrupted takes the thread for one that ended.)
     """
 
     def __init__(self, function: Callable[[], Any], name: str) -> None:
@@ -28,7 +44,9 @@ class Task:
         self._error: BaseException | None = None
         # A daemon: a thread that waits for a device that hangs must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name=f"capibara-health: {name}", daemon=True)
+        self.done = threading.Event()
         self._start = time.monotonic()
+        _unfinished.add(self)
         self._thread.start()
 
     def _run(self) -> None:
@@ -36,6 +54,8 @@ class Task:
             self._value = self._function()
         except BaseException as error:
             self._error = error
+        finally:
+            self.done.set()
 
     def wait(self, seconds: float) -> Any:
         """The function's result, or its error.
@@ -46,8 +66,7 @@ class Task:
         Raises:
           DeadlineError: it is still running.
         """
-        self._thread.join(max(0.0, seconds - (time.monotonic() - self._start)))
-        if self._thread.is_alive():
+        if not self.done.wait(max(0.0, seconds - (time.monotonic() - self._start))):
             raise DeadlineError(f"{self._name} did not finish in {seconds:g} s")
         if self._error is not None:
             raise self._error
