@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -34,8 +35,8 @@ class Clock:
         return self.at
 
 
-def ledger(path: Path, clock: Clock, *, began: float) -> Ledger:
-    return Ledger(path, began=began, clock=clock, now=clock)
+def ledger(path: Path, clock: Clock, *, began: float, now: Clock | None = None, warn: Any = None) -> Ledger:
+    return Ledger(path, began=began, clock=clock, now=now or clock, warn=warn)
 
 
 def test_buckets_of_one_process(tmp_path: Path):
@@ -142,33 +143,251 @@ def test_the_sum_is_the_wall_time(tmp_path_factory: pytest.TempPathFactory, part
     assert found.seconds["lost"] == pytest.approx(second - len(owner))
 
 
+BEGIN = {"kind": "begin", "began": 0, "time": 1, "step": 0, "devices": 1, "chip": "x"}
+SPENT = {"kind": "spent", "time": 11, "step": 10, "seconds": {"startup": 1, "step": 10}}
+
+
 @pytest.mark.parametrize(
     "line",
     [
         "[]",
+        "5",
         "nonsense",
         '{"kind": "spent", "time": 1, "step": 1, "seconds": {"other": 1}}',
+        '{"kind": "spent", "time": 1, "step": 1, "seconds": []}',
+        '{"kind": "spent", "time": 1, "step": 1, "seconds": null}',
+        '{"kind": "spent", "time": 1, "step": 1, "seconds": {"step": 1e400}}',
+        '{"kind": "spent", "time": 1, "step": 1, "seconds": {"step": ' + "9" * 4000 + "}}",
+        '{"kind": "spent", "time": 1, "step": 1, "seconds": {"step": ' + "9" * 5000 + "}}",
         '{"kind": "spent", "time": -1, "step": 1, "seconds": {}}',
         '{"kind": "spent", "time": NaN, "step": 1, "seconds": {}}',
+        '{"kind": "spent", "time": 1e400, "step": 1, "seconds": {}}',
         '{"kind": "spent", "time": 1, "step": "x", "seconds": {}}',
+        '{"kind": "spent", "time": 1, "step": -1, "seconds": {}}',
+        '{"kind": "spent", "time": 1, "step": 1.5, "seconds": {}}',
+        '{"kind": "spent", "time": 1, "step": true, "seconds": {}}',
+        '{"kind": "spent", "time": 1, "step": 9007199254740993, "seconds": {}}',
         '{"kind": "spent", "time": 1, "step": 1, "seconds": {"step": true}}',
+        '{"kind": "spent", "time": 1, "step": 1, "seconds": {}, "reached": "x", "unfinished": true}',
         '{"kind": "end", "time": 1, "step": 1}',
+        '{"kind": ["begin"], "time": 1, "step": 1}',
         '{"kind": "moved", "time": 1, "step": 1, "devices": 0}',
+        '{"kind": "moved", "time": 1, "step": 1, "devices": 1e400}',
         '{"kind": "moved", "time": 1, "step": 1}',
         '{"kind": "begin", "began": 1, "time": 1, "step": 0, "devices": "four", "chip": "x"}',
         "[" * 50_000,
+        "x" * 200_000,
+        "\0" * 100,
+        '{"kind": "spent", "time": 1, "st',
     ],
 )
-def test_a_damaged_ledger(tmp_path: Path, line: str):
-    begin = {"kind": "begin", "began": 0, "time": 1, "step": 0, "devices": 1, "chip": "x"}
-    (tmp_path / LEDGER).write_text(f"{json.dumps(begin)}\n{line}\n")
-    with pytest.raises(ProfileError, match="line 2"):
+def test_a_damaged_line_is_left_out(tmp_path: Path, line: str):
+    (tmp_path / LEDGER).write_text(f"{json.dumps(BEGIN)}\n{line}\n{json.dumps(SPENT)}\n")
+    found = read_goodput(tmp_path)
+    assert (found.damaged, found.step, found.seconds["step"], found.wall_seconds) == (1, 10, 10, 11)
+    assert "1 damaged lines of the ledger were left out" in str(found)
+    assert found.to_dict()["damaged_lines"] == 1
+
+
+@pytest.mark.parametrize("left", ["\0" * 4096, '{"kind": "spent", "ti', "\n\n"])
+def test_a_line_behind_what_a_power_cut_left(tmp_path: Path, left: str):
+    (tmp_path / LEDGER).write_text(f"{left}{json.dumps(BEGIN)}\n{json.dumps(SPENT)}\n")
+    found = read_goodput(tmp_path)
+    assert (found.seconds["step"], found.damaged) == (10, int("\n" not in left))
+
+
+def test_lines_before_the_first_beginning_say_nothing(tmp_path: Path):
+    moved = {"kind": "moved", "time": 1, "step": 1, "devices": 8}
+    text = "".join(json.dumps(one) + "\n" for one in (SPENT, moved, BEGIN, SPENT))
+    (tmp_path / LEDGER).write_text(text)
+    found = read_goodput(tmp_path)
+    assert (found.damaged, found.devices, found.seconds["step"], found.wall_seconds) == (2, 1, 10, 11)
+    (tmp_path / LEDGER).write_text(json.dumps(SPENT) + "\n")
+    with pytest.raises(ProfileError, match="1 lines that are none of a ledger"):
         read_goodput(tmp_path)
 
 
+@given(
+    st.lists(st.binary(max_size=30) | st.sampled_from([json.dumps(one).encode() for one in (BEGIN, SPENT)]))
+)
+@settings(max_examples=200, deadline=None)
+def test_any_bytes_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory, parts: list[bytes]):
+    path = tmp_path_factory.mktemp("ledger") / LEDGER
+    path.write_bytes(b"\n".join(parts) + b"\n")
+    with contextlib.suppress(ProfileError):
+        found = read_goodput(path)
+        assert found.wall_seconds == pytest.approx(sum(found.seconds.values()))
+        str(found)
+
+
+def test_a_chip_with_codes_for_terminals(tmp_path: Path):
+    (tmp_path / LEDGER).write_text(json.dumps({**BEGIN, "chip": "tpu\x1b[31m" + "v" * 500}) + "\n")
+    found = read_goodput(tmp_path)
+    assert found.chip == "tpu[31m" + "v" * 92
+    assert str(found).isprintable() or "\x1b" not in str(found)
+
+
+def test_a_ledger_of_no_time_is_drawn(tmp_path: Path):
+    (tmp_path / LEDGER).write_text(json.dumps({**BEGIN, "time": 0}) + "\n")
+    found = read_goodput(tmp_path)
+    assert (found.wall_seconds, found.goodput) == (0, 0)
+    plot_goodput(found, tmp_path / "x.png")
+
+
+def test_a_figure_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / LEDGER).write_text(json.dumps(BEGIN) + "\n")
+    assert main(["report", str(tmp_path), "--plot", str(tmp_path / "none" / "x.png")]) == 2
+    assert "the figure cannot be written" in capsys.readouterr().err
+
+
+def test_a_fifo_in_place_of_a_ledger(tmp_path: Path):
+    os.mkfifo(tmp_path / LEDGER)
+    with pytest.raises(ProfileError, match="is not a regular file"):
+        read_goodput(tmp_path)
+    heard: list[str] = []
+    with ledger(tmp_path / LEDGER, Clock(), began=999.0, warn=heard.append) as book:
+        book.begin(0, devices=1, chip="x")
+    assert "is not a regular file" in heard[0]
+
+
+@pytest.mark.parametrize("forward", [True, False])
+def test_a_clock_that_is_set(tmp_path: Path, forward: bool):
+    """By a day, while a process trains and between two: what was measured does not change."""
+    clock, wall = Clock(), Clock(5e8)
+    with ledger(tmp_path / LEDGER, clock, began=5e8 - 2, now=wall) as book, book.during("step"):
+        book.begin(0, devices=1, chip="x")
+        clock.at += 10
+        book.spent(10)
+        wall.at += 86_400 if forward else -86_400
+        clock.at += 10
+        book.spent(20)
+    wall.at += 23
+    with ledger(tmp_path / LEDGER, clock, began=wall.at - 1, now=wall) as book, book.during("step"):
+        book.begin(20, devices=1, chip="x")
+        clock.at += 5
+        book.spent(25)
+    found = read_goodput(tmp_path)
+    assert found.seconds["step"] == pytest.approx(25)
+    assert found.seconds["startup"] == pytest.approx(3)
+    assert found.seconds["down"] == pytest.approx(86_400 + 2 if forward else 0)
+    assert found.wall_seconds == pytest.approx(sum(found.seconds.values()))
+    assert found.wall_seconds == pytest.approx(86_400 + 30 if forward else 28)
+
+
+def test_time_of_which_nothing_is_said(tmp_path: Path):
+    """Of an older ledger, whose clock was set forward by a minute, and one whose clock was set back."""
+    late = {**SPENT, "time": 71}
+    (tmp_path / LEDGER).write_text(f"{json.dumps(BEGIN)}\n{json.dumps(late)}\n")
+    found = read_goodput(tmp_path)
+    assert (found.seconds["unaccounted"], found.wall_seconds) == (60, 71)
+    assert found.device_seconds["x"]["unaccounted"] == 60
+    (tmp_path / LEDGER).write_text(f"{json.dumps(BEGIN)}\n{json.dumps({**SPENT, 'time': 3})}\n")
+    found = read_goodput(tmp_path)
+    assert (found.seconds["unaccounted"], found.wall_seconds) == (0, 11)
+
+
+def test_steps_since_the_last_line_are_lost(tmp_path: Path):
+    clock = Clock()
+    with (
+        pytest.raises(RuntimeError),
+        ledger(tmp_path / LEDGER, clock, began=1000.0) as book,
+        book.during("step"),
+    ):
+        book.begin(0, devices=1, chip="x")
+        clock.at += 20
+        book.spent(20)
+        for step in (21, 22, 23):
+            book.reach(step)
+            clock.at += 1
+        book.back(10)
+        book.reach(11)
+        clock.at += 1
+        raise RuntimeError
+    found = read_goodput(tmp_path)
+    # Ten that had a line, three that had none, and the one in which the run failed.
+    assert (found.steps_lost, found.seconds["lost"], found.step) == (14, 14, 10)
+    assert "(14 steps)" in str(found)
+
+
+@pytest.mark.parametrize("place", ["a folder", "a folder that is missing"])
+def test_a_ledger_that_cannot_be_opened_ends_no_run(tmp_path: Path, place: str):
+    """It warns once, and is written once that can be done."""
+    path = tmp_path / "run" / LEDGER
+    if place == "a folder":
+        path.mkdir(parents=True)
+    clock, heard = Clock(), []
+    with ledger(path, clock, began=1000.0, warn=heard.append) as book, book.during("step"):
+        book.begin(0, devices=1, chip="x")
+        clock.at += 5
+        book.spent(5)
+        if place == "a folder":
+            path.rmdir()
+        else:
+            path.parent.mkdir()
+        clock.at += 2
+    assert len(heard) == 1
+    assert "cannot be written" in heard[0]
+    found = read_goodput(path)
+    assert (found.seconds["step"], found.wall_seconds, found.damaged) == (7, 7, 0)
+
+
+def test_a_disk_that_is_full_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Half a line is written, and nothing more for two; then all of it."""
+    clock, heard, real = Clock(), [], os.pwrite
+    full: list[bool | str] = [False]
+
+    def pwrite(file: int, content: bytes, at: int) -> int:
+        if not full[0]:
+            return real(file, content, at)
+        if full[0] is True:
+            full[0] = "entirely"
+            return real(file, content[: len(content) // 2], at)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with ledger(tmp_path / LEDGER, clock, began=1000.0, warn=heard.append) as book, book.during("step"):
+        book.begin(0, devices=1, chip="x")
+        for step in range(1, 6):
+            full[0] = {2: True, 3: "entirely"}.get(step, False)
+            clock.at += 1
+            book.spent(step)
+            assert (tmp_path / LEDGER).read_bytes().endswith(b"\n")
+    assert len(heard) == 1
+    found = read_goodput(tmp_path)
+    assert (found.seconds["step"], found.step, found.damaged) == (5, 5, 0)
+
+
+def test_a_second_run_of_a_process_began_when_it_began(tmp_path: Path):
+    started = """
+import sys, time
+from pathlib import Path
+from capibara.train.ledger import Ledger
+time.sleep(0.5)
+for number in (1, 2):
+    with Ledger(Path(sys.argv[1]) / f"{number}.jsonl") as book:
+        book.begin(0, devices=1, chip="x")
+    time.sleep(0.3)
+"""
+    subprocess.run([sys.executable, "-c", started, str(tmp_path)], check=True)
+    assert read_goodput(tmp_path / "1.jsonl").seconds["startup"] > 0.5
+    assert read_goodput(tmp_path / "2.jsonl").seconds["startup"] < 0.1
+
+
+def test_an_old_ledger_of_which_the_end_is_no_line(tmp_path: Path):
+    """More than any line has: it is kept, and what follows it is read."""
+    path, clock = tmp_path / LEDGER, Clock()
+    path.write_text("x" * 100_000)
+    with ledger(path, clock, began=1000.0) as book, book.during("step"):
+        book.begin(0, devices=1, chip="x")
+        clock.at += 5
+        book.spent(5)
+    found = read_goodput(path)
+    assert path.read_bytes().startswith(b"x" * 100_000 + b"\n")
+    assert (found.seconds["step"], found.damaged) == (5, 1)
+
+
 def test_a_line_that_was_not_finished(tmp_path: Path):
-    begin = {"kind": "begin", "began": 0, "time": 1, "step": 0, "devices": 1, "chip": "x"}
-    (tmp_path / LEDGER).write_text(f'{json.dumps(begin)}\n{{"kind": "spent", "time"')
+    (tmp_path / LEDGER).write_text(f'{json.dumps(BEGIN)}\n{{"kind": "spent", "time"')
     assert read_goodput(tmp_path).wall_seconds == 1
 
 
@@ -186,8 +405,8 @@ def test_bad_input(tmp_path: Path):
 
 def killed(book: Ledger) -> None:
     """What SIGKILL leaves: the file without a last line."""
-    assert book._stream is not None
-    book._stream.close()
+    assert book._file is not None
+    os.close(book._file)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -2,7 +2,9 @@
 
 The buckets add up to the time between the beginning of the first process and the last line of the last one. Besides
 those of :mod:`capibara.train.ledger` there are ``lost``, steps and their input that were taken again from an earlier
-checkpoint, and ``down``, the time between two processes.
+checkpoint, ``down``, the time between two processes, and ``unaccounted``, of which the ledger says nothing: a line is
+missing or damaged, or a clock was set forward. Where one was set back between two processes, the later one is taken to
+have begun when the earlier one ended.
 
 Cost follows from device-seconds, since a run may go on with other devices, and from the price of its chips in the
 catalogue. Time without a process counts with the devices of the process before: they are paid until they are given up.
@@ -13,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +30,11 @@ from capibara.train.ledger import BUCKETS, LEDGER
 __all__ = ["Goodput", "plot_goodput", "read_goodput"]
 
 _MOST_LINE = 1 << 16
+_BEGINNING = b'{"kind": '
+_MOST_STEPS = 2**53
+_LATEST = 1e11  # seconds since 1970: the year 5138
+# A process may begin so long before the last line of the one before; a longer time is a clock that was set back.
+_MOST_OVERLAP = 60.0
 _LOSABLE = ("step", "input")
 _COLOURS = {
     "step": "#4a9c6d",
@@ -38,6 +46,7 @@ _COLOURS = {
     "recovery": "#d98c4a",
     "lost": "#b0413e",
     "down": "#303030",
+    "unaccounted": "#e4d8e4",
 }
 
 
@@ -53,6 +62,7 @@ class Goodput:
       steps_lost: that were taken again.
       devices: at the end. chip: theirs.
       device_seconds: of each bucket, by chip: seconds times the devices that the run had then.
+      damaged: lines of the ledger that are none, and were left out.
       price_per_hour: of all devices together, in dollars, if it was given.
       prices: of each chip, if they are known. price_note: why they are not.
     """
@@ -65,6 +75,7 @@ class Goodput:
     devices: int
     chip: str
     device_seconds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    damaged: int = 0
     price_per_hour: float | None = None
     prices: Mapping[str, Price] = field(default_factory=dict)
     price_note: str = ""
@@ -102,6 +113,7 @@ class Goodput:
             "steps_lost": self.steps_lost,
             "devices": self.devices,
             "chip": self.chip,
+            "damaged_lines": self.damaged,
         }
 
     def _price_words(self) -> str:
@@ -126,6 +138,8 @@ class Goodput:
             lines.append(f"cost: ${sum(cost.values()):,.2f} ({self._price_words()})")
         elif self.price_note:
             lines.append(f"cost: {self.price_note}")
+        if self.damaged:
+            lines.append(f"{self.damaged:,} damaged lines of the ledger were left out")
         return "\n".join(lines)
 
 
@@ -146,7 +160,8 @@ def read_goodput(
       region, term, prices: which price of the catalogue, and a file of your own.
 
     Raises:
-      ProfileError: there is no ledger, it is damaged, or the price is not a number from 0 on.
+      ProfileError: there is no ledger, it has no line that says when a process began, or the price is not a number from
+        0 on.
       PriceError: an unknown term, or an invalid price file.
     """
     if price_per_hour is not None and not (
@@ -158,18 +173,18 @@ def read_goodput(
         raise ProfileError(f"price_per_hour: got {price_per_hour!r}, expected dollars, from 0 on")
     path = Path(run)
     path = path / LEDGER if path.is_dir() else path
-    if not path.is_file():
+    if not path.exists():
         raise ProfileError(
             f"run: {str(run)!r} has no {LEDGER}, expected the folder of a run that capibara train wrote"
         )
-    count = _Count()
-    for number, entry in enumerate(_lines(path), start=1):
-        try:
-            count.add(entry)
-        except (LookupError, TypeError, ValueError) as error:
-            raise ProfileError(f"{path}, line {number}: {entry!r} is not a line of a ledger") from error
+    count, damaged = _Count(), 0
+    for line in _lines(path):
+        if line.strip():
+            damaged += not count.add(line)
     if not count.processes:
-        raise ProfileError(f"{path} has no line yet: the run has not begun to train")
+        what = f"{damaged:,} lines that are none of a ledger" if damaged else "no line yet"
+        raise ProfileError(f"{path} has {what}: expected one that says when the run began to train")
+    wall = count.end()
     found: dict[str, Price] = {}
     note = ""
     if price_per_hour is None:
@@ -180,7 +195,7 @@ def read_goodput(
                 f"unknown: {error}. Or give that of all devices together: price_per_hour (--price-per-hour)"
             )
     return Goodput(
-        wall_seconds=count.last - count.first,
+        wall_seconds=wall,
         # What was added and taken away again may leave a rounding error below zero.
         seconds={name: max(0.0, value) for name, value in count.wall.items()},
         device_seconds={
@@ -192,6 +207,7 @@ def read_goodput(
         step=count.step,
         processes=count.processes,
         steps_lost=count.lost,
+        damaged=damaged,
         devices=count.devices,
         chip=count.chip,
         price_per_hour=price_per_hour,
@@ -214,10 +230,10 @@ def _devices_per_chip(chip: str) -> int:
 
 class _Count:
     def __init__(self) -> None:
-        self.wall = dict.fromkeys((*BUCKETS, "lost", "down"), 0.0)
+        self.wall = dict.fromkeys((*BUCKETS, "lost", "down", "unaccounted"), 0.0)
         # Chip → bucket → seconds times devices.
         self.spent: dict[str, dict[str, float]] = {}
-        self.first = self.last = self.overlap = 0.0
+        self.first = self.last = self.overlap = self.set_back = 0.0
         self.step = self.processes = self.lost = self.devices = 0
         self.chip = ""
         # Steps that may still be lost: (the last one of a line, how many, their seconds by bucket, devices, chip).
@@ -227,36 +243,63 @@ class _Count:
         self.wall[bucket] += seconds
         self.spent.setdefault(chip, dict.fromkeys(self.wall, 0.0))[bucket] += seconds * devices
 
-    def add(self, entry: Mapping[str, Any]) -> None:
-        kind, now, step = entry["kind"], _number(entry["time"]), int(entry["step"])
+    def end(self) -> float:
+        """Put what no line tells of into a bucket; the wall time.
+
+        Within a process time was measured by a clock that is never set: where it is longer than what the lines' own
+        times say, it counts.
+        """
+        known = math.fsum(self.wall.values())
+        wall = self.last - self.first
+        if wall < known + 1e-5:  # times since 1970 have steps of a quarter of a microsecond
+            return known
+        self.count("unaccounted", wall - known, self.devices, self.chip)
+        return wall
+
+    def add(self, line: bytes) -> bool:
+        """Count a line; False if it is none of a ledger."""
+        entry = _entry(line)
+        if entry is None:
+            # A power cut may leave half a line, or NULs, before the next one.
+            at = line.rfind(_BEGINNING)
+            entry = _entry(line[at:]) if at > 0 else None
+            self._take(entry)
+            return False
+        return self._take(entry)
+
+    def _take(self, entry: dict[str, Any] | None) -> bool:
+        kind = None if entry is None else entry["kind"]
+        if entry is None or not (self.processes or kind == "begin"):
+            return False
+        now, step = entry["time"], entry["step"]
         if kind == "begin":
-            began = _number(entry["began"])
-            if self.processes:
+            began = entry["began"]
+            self.set_back = 0.0
+            if not self.processes:
+                self.first = began
+            elif self.last - began > _MOST_OVERLAP:
+                self.set_back = self.last - began
+                self.overlap = 0.0
+            else:
                 self.count("down", max(0.0, began - self.last), self.devices, self.chip)
                 # The next may begin before the last line of the one before, which was not waited for.
                 self.overlap = max(0.0, self.last - began)
-            else:
-                self.first = began
             self.processes += 1
-            self.devices, self.chip = _devices(entry["devices"]), str(entry["chip"])
+            self.devices, self.chip = entry["devices"], entry["chip"]
             self.count("startup", 0.0, self.devices, self.chip)
             self.lose(step)
         elif kind == "back":
             self.lose(step)
         elif kind == "moved":
-            self.devices = _devices(entry["devices"])
-        elif kind == "spent":
-            self.spend(entry, step)
+            self.devices = entry["devices"]
         else:
-            raise ValueError(kind)
+            self.spend(entry, step)
         self.step = step
-        self.last = max(self.last, now)
+        self.last = max(self.last, now + self.set_back)
+        return True
 
     def spend(self, entry: Mapping[str, Any], step: int) -> None:
-        spent = {str(name): _number(value) for name, value in entry["seconds"].items()}
-        unknown = spent.keys() - set(BUCKETS)
-        if unknown:
-            raise LookupError(unknown)
+        spent: dict[str, float] = entry["seconds"]
         # Time of two processes at once passed only once.
         twice = min(self.overlap, spent.get("startup", 0.0))
         self.overlap -= twice
@@ -266,9 +309,11 @@ class _Count:
         for name, value in spent.items():
             bucket = "lost" if unfinished and name in _LOSABLE else name
             self.count(bucket, value, self.devices, self.chip)
-        if not unfinished:
+        if unfinished:
+            self.lost += max(0, entry["reached"] - step)
+        else:
             losable = {name: spent.get(name, 0.0) for name in _LOSABLE}
-            self.taken.append((step, step - self.step, losable, self.devices, self.chip))
+            self.taken.append((step, max(0, step - self.step), losable, self.devices, self.chip))
 
     def lose(self, step: int) -> None:
         """Steps after ``step`` do not count: what was spent on them is lost."""
@@ -276,7 +321,7 @@ class _Count:
             last, many, spent, devices, chip = self.taken.pop()
             # Of a line that lies on both sides, its share.
             gone = min(many, last - step)
-            share = gone / many if many else 0.0
+            share = gone / many if many else 1.0
             self.lost += gone
             for name, value in spent.items():
                 self.count(name, -share * value, devices, chip)
@@ -286,35 +331,68 @@ class _Count:
                 self.taken.append((step, many - gone, kept, devices, chip))
 
 
-def _devices(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def _entry(line: bytes) -> dict[str, Any] | None:
+    """A line's fields, of which each has been looked at; None if it is no line of a ledger."""
+    try:
+        entry = json.loads(line)
+        kind = entry["kind"]
+        found: dict[str, Any] = {
+            "kind": kind,
+            "time": _number(entry["time"], _LATEST),
+            "step": _whole(entry["step"], 0),
+        }
+        if kind == "begin":
+            found["began"] = _number(entry["began"], _LATEST)
+            found["chip"] = "".join(letter for letter in str(entry["chip"])[:100] if letter.isprintable())
+        if kind in ("begin", "moved"):
+            found["devices"] = _whole(entry["devices"], 1)
+        elif kind == "spent":
+            found["seconds"] = {
+                str(name): _number(value, _LATEST) for name, value in entry["seconds"].items()
+            }
+            if found["seconds"].keys() - set(BUCKETS):
+                return None
+            found["unfinished"] = entry.get("unfinished") is True
+            found["reached"] = _whole(entry.get("reached", entry["step"]), 0)
+        elif kind != "back":
+            return None
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError):
+        return None
+    return found
+
+
+def _whole(value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST_STEPS:
         raise ValueError(value)
     return value
 
 
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+def _number(value: Any, most: float) -> float:
+    # Of whole numbers the size is looked at before they become floats, which have no room for all of them.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
         raise ValueError(value)
     return float(value)
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    with open(path, encoding="utf-8", errors="replace") as stream:
+def _lines(path: Path) -> Iterator[bytes]:
+    """Whole lines; of one that is longer than any of a ledger, its beginning."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would be waited for otherwise
+    with open(file, "rb") as stream:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise ProfileError(f"{path} is not a regular file")
         while line := stream.readline(_MOST_LINE):
-            if not line.endswith("\n"):
-                return  # a process was killed while it wrote
-            try:
-                entry = json.loads(line)
-            except (ValueError, RecursionError):
-                entry = line
-            yield entry if isinstance(entry, dict) else {"line": line[:80]}
+            rest = line
+            while rest and not rest.endswith(b"\n"):
+                rest = stream.readline(_MOST_LINE)
+            if rest:  # else a process was killed while it wrote, or writes now
+                yield line
 
 
 def plot_goodput(found: Goodput, path: str | os.PathLike[str]) -> None:
     """Draw the buckets as one bar, as a PNG file.
 
     Raises:
-      MissingExtraError: matplotlib is not installed. OSError: the file cannot be written.
+      MissingExtraError: matplotlib is not installed. ProfileError: the file cannot be written.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -330,11 +408,17 @@ def plot_goodput(found: Goodput, path: str | os.PathLike[str]) -> None:
     for name, colour in _COLOURS.items():
         value = found.seconds.get(name, 0.0)
         if value:
-            share = 100 * value / found.wall_seconds
+            share = 100 * value / found.wall_seconds if found.wall_seconds else 0.0
             axes.barh(0, value, left=left, color=colour, label=f"{name} {share:.1f} %")
             left += value
     axes.set(yticks=[], xlabel="s", title=str(found).split("\n", 1)[0])
-    axes.legend(ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.35), frameon=False)
+    if left:
+        axes.legend(ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.35), frameon=False)
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=120)
-    replace_file(Path(path), content.getvalue())
+    try:
+        replace_file(Path(path), content.getvalue())
+    except OSError as error:
+        raise ProfileError(
+            f"path: the figure cannot be written to {str(path)!r} ({error}): choose another place"
+        ) from error

@@ -163,6 +163,7 @@ class Loop:
             with self.ledger.during("input"):
                 batch = self.run.put_batch(self.skips.number(step))
             step += 1
+            self.ledger.reach(step)
             if replay_every and step % replay_every == 0:
                 with self.watchdog.during(f"step {step} was computed twice", "replay"):
                     self._pause()

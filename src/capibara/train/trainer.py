@@ -153,7 +153,7 @@ def train(
                 shutil.rmtree(folder / "tensorboard", ignore_errors=True)
 
         processes.first_does(take_folder)
-        ledger = stack.enter_context(Ledger(folder / LEDGER if processes.first else None))
+        ledger = stack.enter_context(Ledger(folder / LEDGER if processes.first else None, warn=reporter.warn))
         processes.check_shared(folder)
         checkpoint = _newest(store, processes, reporter)
         facts = Facts()
