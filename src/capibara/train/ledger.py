@@ -140,7 +140,8 @@ class Ledger:
     def _write(self, entry: dict[str, Any]) -> None:
         if self._path is None:
             return
-        line = json.dumps({**entry, "time": self._since_1970 + self._clock()}) + "\n"
+        # Up to when the time is in a bucket of this line or of one before.
+        line = json.dumps({**entry, "time": self._since_1970 + self._mark}) + "\n"
         self._waiting.append(line.encode())
         try:
             if self._file is None:
