@@ -90,6 +90,16 @@ def test_a_kernel_that_stands_for_others_with_the_same_code():
     assert names_of(["wrapped_sine_1"] * 3, schedule)[0] == [name for name, _ in schedule]
 
 
+def test_exchanges_between_devices():
+    schedule = [
+        ("all-gather-start.1", "collective"),
+        ("custom-call.4", "kernel"),
+        ("all-reduce-start", "collective"),
+    ]
+    kernels = ["ncclDevKernel_AllGather_RING_LL", "nvjet_a", "ncclDevKernel_AllReduce_Sum_bf16_RING_LL"]
+    assert names_of(kernels, schedule) == ([name for name, _ in schedule], [True] * 3)
+
+
 def test_kernels_of_nothing_in_the_program():
     assert align_kernels(["ncclDevKernel"], [("loop_add_fusion", "compute")]) == ([-1], [True])
     assert align_kernels([], []) == ([], [])

@@ -4,7 +4,7 @@ Each event has the scope in which the host started it. An operation that is star
 with all its kernels (a product sets a counter in memory first, for instance). XLA puts most operations into CUDA graphs
 (it calls them command buffers) that it starts as one: all their events have the graph's scope and name. There the
 kernels' own names say the operation for what XLA generated, and their order for what it did not: products of cuBLAS,
-copies, and kernels that XLA uses again for operations with the same code.
+NCCL's exchanges, copies, and kernels that XLA uses again for operations with the same code.
 """
 
 from __future__ import annotations
@@ -146,9 +146,10 @@ def _first_of_scopes(rows: np.ndarray, mine: np.ndarray) -> np.ndarray:
 
 def _starts_in_a_run(rows: np.ndarray, members: np.ndarray) -> int | None:
     """How often one graph is started in each run; None if not equally often."""
-    starts = np.unique(rows[["device", "run", "flow"]][members])
-    counts = np.unique(starts[["device", "run"]], return_counts=True)[1]
-    return int(counts[0]) if (counts == counts[0]).all() else None
+    scopes, place = np.unique(rows["flow"][members], return_index=True)
+    # A scope is of one run on one device.
+    counts = np.unique(rows["run"][members][place], return_counts=True)[1]
+    return int(counts[0]) if len(scopes) and (counts == counts[0]).all() else None
 
 
 def _in_graphs(
@@ -219,7 +220,10 @@ def align_kernels(names: Sequence[str], schedule: Sequence[tuple[str, str]]) -> 
     for place, (name, _) in enumerate(schedule):
         families.setdefault(_family(name), []).append(place)
     moves = [place for place, (name, kind) in enumerate(schedule) if kind == "copy" or _MOVES.match(name)]
-    calls = [place for place, (_, kind) in enumerate(schedule) if kind == "kernel"]
+    calls, exchanges = (
+        [place for place, (_, kind) in enumerate(schedule) if kind == this]
+        for this in ("kernel", "collective")
+    )
     names = [name.strip() for name in names]
     library = [name not in own and _family(name) not in families for name in names]
 
@@ -234,7 +238,7 @@ def align_kernels(names: Sequence[str], schedule: Sequence[tuple[str, str]]) -> 
         elif lower.startswith(_MEMORY):
             found |= dict.fromkeys(moves, _BY_KIND)
         elif library[at]:
-            found |= dict.fromkeys(calls, _BY_KIND)
+            found |= dict.fromkeys(exchanges if name.startswith("nccl") else calls, _BY_KIND)
         return found.items()
 
     places = _paired(len(names), len(schedule), fits)
