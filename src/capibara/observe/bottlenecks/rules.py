@@ -466,7 +466,7 @@ def _only_moves(one: Operation) -> bool:
     return (
         not one.flops
         and one.kind == "compute"
-        and (one.path.rpartition("/")[2] in ("transpose", "copy", "copy_p") or _MOVES.match(one.name))
+        and (one.path.rpartition("/")[2] in ("transpose", "copy", "copy_p") or bool(_MOVES.match(one.name)))
     )
 
 
