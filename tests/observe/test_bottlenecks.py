@@ -240,10 +240,10 @@ def test_float32_is_tf32_where_a_gpu_has_it():
 
 
 def test_time_between_operations_of_one_program_is_not_the_host():
-    """A loop of 20,000 short operations, of which the device is idle a third of the time."""
-    loop = replace(BASE, devices=1, wall_seconds=0.01, busy_seconds=0.0067, events=20_000)
+    """A loop of 200,000 short operations, of which the device is idle a third of the time."""
+    loop = replace(BASE, devices=1, wall_seconds=0.1, busy_seconds=0.067, events=200_000)
     assert kinds(loop) == []
-    assert kinds(replace(loop, events=20)) == ["idle"]
+    assert kinds(replace(loop, events=200)) == ["idle"]
 
 
 # A second in which a GPU ran 20,000 kernels of one program, each started 40 µs after the one before.
@@ -340,6 +340,12 @@ def test_starting_programs_is_not_waiting_for_input():
     assert kinds(started) == []
     (found,) = find_bottlenecks(replace(started, wall_seconds=1.035)).bottlenecks
     assert (found.kind, found.predicted_gain) == ("idle", pytest.approx(0.96, abs=0.01))
+
+
+def test_devices_that_wait_for_a_few_milliseconds():
+    assert kinds(replace(BASE, wall_seconds=0.02, busy_seconds=0.013)) == []
+    assert kinds(replace(BASE, wall_seconds=0.2, busy_seconds=0.13)) == ["idle"]
+    assert kinds(replace(BASE, wall_seconds=0.02, busy_seconds=0.008)) == ["idle"]
 
 
 def test_tracing_is_part_of_compiling():

@@ -19,6 +19,9 @@ __all__ = ["RULES"]
 # Below these parts of the time nothing is said: measurements of short regions vary by as much.
 _COMPILING = 0.05
 _IDLE = 0.25
+# Seconds in all below which devices that wait for a small part say nothing: the system hands out memory meanwhile, or
+# gives a processor to another process.
+_SHORTLY = 0.01
 _SMALL = 0.10
 _CALLBACK = 0.05
 _COPIES = 0.25
@@ -146,6 +149,8 @@ def idle(profile: Profile) -> Bottleneck | None:
         # Recording kernels is the host's work, too, and long beside that of starting them.
         part -= profile.perturbation or 0.0
     if part < _IDLE or not profile.events or _starts_tiny(profile):
+        return None
+    if part < 2 * _IDLE and part * profile.wall_seconds < _SHORTLY:
         return None
     # Where operations are programs of their own, the time between them is part of what `unfused` says; and where large
     # arrays are copied, their memory is handed out and taken back meanwhile.
