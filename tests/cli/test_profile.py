@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -30,8 +32,9 @@ if __name__ == "__main__":
 
 
 def capibara(*arguments: str | Path | int) -> subprocess.CompletedProcess[str]:
+    # As the installed command does, which looks for no modules in the current folder.
     return subprocess.run(
-        [sys.executable, "-m", "capibara", "profile", *map(str, arguments)],
+        [sys.executable, "-P", "-m", "capibara", "profile", *map(str, arguments)],
         capture_output=True,
         text=True,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
@@ -196,6 +199,10 @@ def test_a_script_without_jax(tmp_path: Path):
         (["--plan", "/nowhere.json", "--", __file__], "plan: '/nowhere.json' cannot be read"),
         (["--plan", __file__, "show", "x"], "is not a valid plan file"),
         (["diff", "a"], "expected two"),
+        (["diff", "a", "b", "--plot", "x.png"], "--plot: a comparison is printed"),
+        (["--plot", "/", "--", __file__], "--plot: got the folder '/'"),
+        (["--", "python_train.py"], "'python_train.py' is not a file"),
+        (["--", "python3.99", __file__], "'python3.99' cannot be run"),
     ],
 )
 def test_bad_input(arguments: list[str], words: str):
@@ -203,3 +210,104 @@ def test_bad_input(arguments: list[str], words: str):
     assert done.returncode == 2
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+AS_ALONE = """
+import atexit, os, pickle, sys, threading
+os.environ["JAX_ENABLE_X64"] = "1"  # read when JAX is imported
+seen = [__file__, sys.argv, __name__, sys.path[0]]
+assert not any(name.startswith("jax") for name in sys.modules)
+import jax, jax.numpy as jnp
+class Own: pass
+atexit.register(lambda: print("at exit", pickle.loads(pickle.dumps(Own())).__class__ is Own, seen))
+f = jax.jit(lambda x: x @ x)
+f(jnp.ones((64, 64))).block_until_ready()
+def more():
+    import time
+    time.sleep(0.3)
+    for _ in range(9):
+        f(jnp.ones((64, 64))).block_until_ready()
+    pickle.dumps(Own())
+threading.Thread(target=more).start()
+print(f(jnp.ones((2, 2))).dtype, os.path.exists(__file__))
+os.makedirs("elsewhere", exist_ok=True)
+os.chdir("elsewhere")
+"""
+
+
+def test_a_script_runs_as_it_does_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "script.py").write_text(AS_ALONE)
+    # Modules of the current folder, which a script in another folder does not see.
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "queue.py").write_text("raise SystemExit('the wrong one')")
+    monkeypatch.chdir(tmp_path / "here")
+    alone = subprocess.run(
+        [sys.executable, "../script.py", "a", "b"], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert alone.returncode == 0, alone.stderr
+    done = capibara("-o", "kept", "--json", "--", "python", "../script.py", "a", "b")
+    assert done.returncode == 0, done.stderr
+    # What the script prints goes to standard error where figures are asked for.
+    assert alone.stdout.splitlines() == done.stderr.splitlines()[: len(alone.stdout.splitlines())]
+    assert "float64 True" in alone.stdout
+    assert "at exit True" in alone.stdout
+    assert (tmp_path / "here" / "kept" / "profile.json").is_file()
+    # What the thread computed after the end of the script, too.
+    assert json.loads(done.stdout)["total_flops"] == 10 * 2 * 64**3 + 2 * 2**3
+
+
+def test_what_a_script_ends_with(tmp_path: Path):
+    (tmp_path / "s.py").write_text("import sys; sys.exit(ValueError('of no use'))")
+    done = capibara("--", "python", tmp_path / "s.py")
+    assert (done.returncode, done.stderr) == (1, "of no use\n")
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_script_that_takes_a_trace(tmp_path: Path, late: bool):
+    """Before it the profile ends; without anything before it there is none, and the script goes on."""
+    first = "f(jnp.ones((64, 64))).block_until_ready()" if late else ""
+    (tmp_path / "s.py").write_text(f"""
+import jax, jax.numpy as jnp
+f = jax.jit(lambda x: x @ x)
+{first}
+with jax.profiler.trace({str(tmp_path / "trace")!r}):
+    f(jnp.ones((32, 32))).block_until_ready()
+print("traced")
+""")
+    done = capibara("--", "python", tmp_path / "s.py")
+    assert "traced" in done.stdout
+    assert list((tmp_path / "trace").glob("**/*.xplane.pb"))
+    assert done.returncode == (0 if late else 1), done.stderr
+    assert ("s.py: " in done.stdout) is late
+    assert ("a trace is being taken already" in done.stderr) is not late
+
+
+def test_an_interrupt_is_the_scripts(tmp_path: Path):
+    """It may have something to keep; its profile is kept, too."""
+    (tmp_path / "s.py").write_text("""
+import sys, time
+import jax, jax.numpy as jnp
+jax.jit(lambda x: x @ x)(jnp.ones((64, 64))).block_until_ready()
+try:
+    print("busy", flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(1)
+    print("saved")
+    sys.exit(3)
+""")
+    with subprocess.Popen(
+        [sys.executable, "-m", "capibara", "profile", "--", "python", str(tmp_path / "s.py")],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "busy\n"
+        time.sleep(0.2)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        rest, _ = process.communicate(timeout=120)
+    assert process.returncode == 3
+    assert rest.startswith("saved\n")
+    assert "s.py: " in rest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -55,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
     """Profile; return the exit code."""
     from capibara.errors import ConfigError
     from capibara.observe.profile.capture import prepare_folder
+    from capibara.observe.profile.run import RUN
 
     what = args.command
     if not what:
@@ -72,34 +74,46 @@ def run(args: argparse.Namespace) -> int:
         # Known before a program runs for hours.
         if path is not None and not os.access(Path(path).resolve().parent, os.W_OK):
             raise ConfigError(f"{option}: the folder of {path!r} is missing, or cannot be written to")
+        if path is not None and Path(path).is_dir():
+            raise ConfigError(f"{option}: got the folder {path!r}, expected the name of a file")
     if what[0] == "show":
         if len(what) != 2:
             raise ConfigError(f"show: got {len(what) - 1} folders, expected one, which -o wrote")
         _write(_read(what[1]), args, plan)
         return 0
     with tempfile.TemporaryDirectory(prefix="capibara-profile-") as temporary:
-        folder = Path(args.output or temporary)
+        folder = Path(args.output or temporary).resolve()
         written = folder / "profile.json"
         prepare_folder(folder)
         # One of ours, of an earlier time: what stands there afterwards is of this program.
         written.unlink(missing_ok=True)
         python, arguments = _python(what)
         # What the program prints is not part of our output.
-        done = subprocess.run(
-            [python, "-m", "capibara.observe.profile.run", str(folder), *arguments],
-            stdout=sys.stderr if args.json else None,
-            check=False,
-        )
+        code = _ran([python, "-c", RUN, str(folder), *arguments], sys.stderr if args.json else None)
         if written.is_file():
             profile = _read(folder)
-            tried = (
-                _tried([python, *arguments], profile, args) if args.apply and not done.returncode else None
-            )
+            tried = _tried([python, *arguments], profile, args) if args.apply and not code else None
             _write(profile, args, plan, tried)
-        elif done.returncode == 0:
+        elif code == 0:
             print("capibara profile: the program ended before its profile was written", file=sys.stderr)
             return 1
-    return done.returncode if done.returncode >= 0 else 128 - done.returncode
+    return code if code >= 0 else 128 - code
+
+
+def _ran(command: list[str], output: Any) -> int:
+    """Run a command to its end; its exit code, or minus the signal that ended it."""
+    from capibara.errors import ConfigError
+
+    try:
+        process = subprocess.Popen(command, stdout=output)
+    except OSError as error:
+        raise ConfigError(f"COMMAND: {command[0]!r} cannot be run: {error}") from error
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            # The terminal told the program, too, which may have something to keep.
+            continue
 
 
 def _tried(command: list[str], profile: Profile, args: argparse.Namespace) -> list[Tried]:
@@ -116,7 +130,7 @@ def _python(command: list[str]) -> tuple[str, list[str]]:
     from capibara.errors import ConfigError
 
     first = Path(command[0]).name
-    if first.startswith("python") or first == "pypy":
+    if re.fullmatch(r"(python|pypy)[0-9.]*", first):
         python, rest = command[0], command[1:]
         if python in ("python", "python3"):
             python = sys.executable
@@ -189,6 +203,11 @@ def _diff(args: argparse.Namespace, plan: PlannedStep | None) -> int:
     from capibara.errors import ConfigError
     from capibara.observe.profile.diff import diff_profiles
 
+    for option, path in (("--plot", args.plot), ("--html", args.html), ("-o", args.output)):
+        if path is not None:
+            raise ConfigError(
+                f"{option}: a comparison is printed, or written with --json; 'show' draws a profile"
+            )
     if len(args.command) != 3:
         raise ConfigError(f"diff: got {len(args.command) - 1} profiles, expected two: BEFORE and AFTER")
     found = diff_profiles(_read(args.command[1]), _read(args.command[2]), plan=plan)

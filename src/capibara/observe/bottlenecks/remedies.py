@@ -17,7 +17,7 @@ from capibara.observe.bottlenecks.analysis import find_bottlenecks
 from capibara.observe.bottlenecks.finding import Bottleneck
 from capibara.observe.profile import Operation, Profile
 from capibara.observe.profile.changes import Change
-from capibara.observe.profile.run import NOTES
+from capibara.observe.profile.run import NOTES, RUN
 
 __all__ = ["Remedy", "Tried", "choose_remedies", "try_remedies"]
 
@@ -244,7 +244,7 @@ def _run(command: Sequence[str], remedy: Remedy | None, folder: Path, compiling:
     with tempfile.TemporaryDirectory(dir=folder) as place:
         change = [] if remedy is None or remedy.change is None else [f"--change={remedy.change.to_json()}"]
         done = subprocess.run(
-            [python, "-m", "capibara.observe.profile.run", place, *change, *arguments],
+            [python, "-c", RUN, place, *change, *arguments],
             env={**os.environ, **({} if remedy is None else remedy.environment)},
             capture_output=True,
             check=False,

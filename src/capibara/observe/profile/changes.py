@@ -117,13 +117,24 @@ def _jit_once() -> None:
             return jit(fun, **options)
         # The same code over the same values of other scopes. They are kept, so that no other object gets their place.
         cells = [cell.cell_contents for cell in fun.__closure__ or () if _filled(cell)]
-        kept = (fun.__code__, fun.__globals__, *cells, fun.__defaults__, *options.values())
+        kept = (
+            fun.__code__,
+            fun.__globals__,
+            *cells,
+            fun.__defaults__,
+            *_in_order(fun.__kwdefaults__),
+            *options.values(),
+        )
         key = (tuple(map(id, kept[:1])), *map(_identity, kept[1:]), *options)
         if key not in made:
             made[key] = (kept, jit(fun, **options))
         return made[key][1]
 
     jax.jit = once
+
+
+def _in_order(names: dict[str, Any] | None) -> list[Any]:
+    return [part for pair in sorted((names or {}).items()) for part in pair]
 
 
 def _filled(cell: types.CellType) -> bool:

@@ -361,7 +361,7 @@ def _checked(cls: Any, data: Any) -> Any:
         )
         if not all(isinstance(text, str) and _printable(text) for text in texts):
             raise ValueError(f"{one.name}: got {value!r:.100}, expected printable text")
-    if isinstance(made, Profile) and not (made.wall_seconds > 0 and made.devices > 0):
+    if isinstance(made, Profile) and not (made.wall_seconds > 1e-12 and made.devices > 0):
         raise ValueError("wall_seconds and devices: expected more than 0")
     if isinstance(made, ProgramRuns) and made.arguments_from not in ("", FROM_CALL, FROM_PROGRAM):
         raise ValueError(

@@ -1,16 +1,23 @@
-"""Run a Python script under the profiler: ``python -m capibara.observe.profile.run FOLDER [--change=JSON] SCRIPT …``.
+"""Run a Python script under the profiler: ``python -c RUN FOLDER [--change=JSON] SCRIPT …`` (:data:`RUN`).
 
-The profile begins when the script compiles its first program: before that, it may still choose its devices.
+The profile begins when the script compiles its first program: before that, it may still choose its devices. JAX is
+imported by the script, or not at all: settings in the environment are read then.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.machinery
+import importlib.util
+import io
 import os
 import runpy
 import sys
+import threading
 import traceback
 import types
+import zipfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,31 +26,91 @@ from capibara.observe.errors import ProfileError
 from capibara.observe.profile.capture import Capture, capture
 from capibara.observe.profile.changes import Change, compile_with_jit, install, wrap
 
-__all__ = ["NOTES", "run_profiled"]
+__all__ = ["NOTES", "RUN", "main", "run_profiled"]
 
 # What became of a change, a line each.
 NOTES = "changes.txt"
+# For ``python -c``. The current folder, where ``-m`` and ``-c`` look for modules first, may have one of any name.
+RUN = "import sys; del sys.path[0]; from capibara.observe.profile.run import main; main()"
+
+
+class _AfterImport:
+    """A finder of modules that calls a function when one is imported for the first time."""
+
+    def __init__(self, name: str, then: Callable[[], None]) -> None:
+        self._name, self._then = name, then
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        spec = importlib.util.find_spec(name)
+        loader = None if spec is None else spec.loader
+        if loader is not None:
+            execute = loader.exec_module
+
+            def executed(module: types.ModuleType) -> None:
+                execute(module)
+                self._then()
+
+            loader.exec_module = executed  # type: ignore[method-assign]
+        return spec
 
 
 class _FromFirstProgram:
     """Begins a capture at the first program that JAX compiles, or reads from its cache."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, change: Change | None) -> None:
         self.stack = contextlib.ExitStack()
-        self.name = name
-        self.folder = folder
+        self.name, self.folder, self.change = name, folder, change
         self.captured: Any = None
-        self._begun = False
+        self.refused = ""
+        self._process = os.getpid()
+        self._begun = self._listens = self._ours = False
 
-    def event(self, event: str, duration_secs: float, **_: Any) -> None:
+    def begin(self) -> None:
+        """Wait for the first program; JAX was imported now."""
+        import jax.monitoring
+        import jax.profiler
+
+        jax.monitoring.register_event_duration_secs_listener(self._event)
+        self._listens = True
+        if self.change is not None:
+            install(self.change)
+        for name in ("start_trace", "trace"):
+            setattr(jax.profiler, name, self._before(getattr(jax.profiler, name)))
+
+    def end(self) -> None:
+        """No capture begins from here on."""
+        if self._listens:
+            import jax.monitoring
+
+            jax.monitoring.unregister_event_duration_listener(self._event)
+            self._listens = False
+
+    def _event(self, event: str, duration_secs: float, **_: Any) -> None:
         # Tracing comes before anything runs. Beginning may itself run something.
         if event == "/jax/core/compile/jaxpr_to_mlir_module_duration" and not self._begun:
-            self._begun = True
-            self.captured = self.stack.enter_context(
-                capture(
-                    self.name, Capture(memory=True, flops=True, communication=True, kernels=True), self.folder
-                )
-            )
+            self._begun = self._ours = True
+            what = Capture(memory=True, flops=True, communication=True, kernels=True)
+            try:
+                self.captured = self.stack.enter_context(capture(self.name, what, self.folder))
+            except ProfileError as error:  # the script takes a trace of its own
+                self.refused = str(error)
+            finally:
+                self._ours = False
+
+    def _before(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """End the capture before the script takes a trace of its own: there is one at a time."""
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if not self._ours and self.captured is not None and os.getpid() == self._process:
+                self.stack.close()
+            return function(*args, **kwargs)
+
+        return called
 
 
 def run_profiled(folder: Path, arguments: list[str], change: Change | None = None) -> int:
@@ -59,41 +126,39 @@ def run_profiled(folder: Path, arguments: list[str], change: Change | None = Non
     Raises:
       ProfileError: the profile is not complete.
     """
-    import jax.monitoring
-
     module = arguments[0] == "-m"
     script = arguments[1] if module else arguments[0]
     sys.argv = arguments[1:] if module else arguments
-    watch = _FromFirstProgram(Path(script).name, folder)
-    jax.monitoring.register_event_duration_secs_listener(watch.event)
+    folder = folder.resolve()  # the script may go elsewhere
+    watch = _FromFirstProgram(Path(script).name, folder, change)
+    sys.meta_path.insert(0, _AfterImport("jax", watch.begin))  # type: ignore[arg-type]
     code, process = 0, os.getpid()
-    if change is not None:
-        install(change)
-    # The script's names are kept until the profile has ended: what they hold is part of it.
-    kept: dict[str, Any] = {}
     with watch.stack:
         try:
             if module:
-                kept = runpy.run_module(script, run_name="__main__", alter_sys=True)
+                sys.path.insert(0, os.getcwd())
+                _become_main(runpy.run_module(script, run_name="__main__", alter_sys=True))
             else:
-                sys.path[0] = str(Path(script).resolve().parent)
-                kept = _run_script(script, folder, change)
+                sys.path.insert(0, str(Path(script).resolve().parent))
+                _run_script(script, folder, change)
         except SystemExit as end:
-            if isinstance(end.code, str):
-                print(end.code, file=sys.stderr)
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            if not isinstance(end.code, int | None):
+                print(end.code, file=sys.stderr)
         except BaseException:
             if os.getpid() != process:
                 traceback.print_exc()
                 _leave(1)
             raise
-        finally:
-            jax.monitoring.unregister_event_duration_listener(watch.event)
         if os.getpid() != process:
             _leave(code)
-    kept.clear()
+        _wait_for_threads()
+        watch.end()
+    if watch.refused:
+        print(f"capibara profile: {watch.refused}", file=sys.stderr)
+        return code or 1
     if watch.captured is None and code == 0:
-        loaded = backends_started() and bool(loaded_programs())
+        loaded = "jax" in sys.modules and backends_started() and bool(loaded_programs())
         why = "compiled no program, it only loaded some" if loaded else "ran no compiled program"
         remedy = ": profile it by TpuPerformanceProfiler in the program" if loaded else ""
         print(f"{script} {why}: there is nothing to profile{remedy}", file=sys.stderr)
@@ -101,21 +166,39 @@ def run_profiled(folder: Path, arguments: list[str], change: Change | None = Non
     return code
 
 
-def _run_script(script: str, folder: Path, change: Change | None) -> dict[str, Any]:
-    if change is None or change.kind != "jit":
-        return runpy.run_path(script, run_name="__main__")
+def _wait_for_threads() -> None:
+    """As Python does at its end: what threads compute is part of the script."""
+    mine = threading.current_thread()
+    while others := [one for one in threading.enumerate() if one is not mine and not one.daemon]:
+        for one in others:
+            one.join()
 
+
+def _become_main(names: dict[str, Any]) -> None:
+    """Keep names as those of ``__main__``: functions at exit use them, and their arrays are part of the profile."""
+    module = types.ModuleType("__main__")
+    vars(module).update(names)
+    sys.modules["__main__"] = module
+
+
+def _run_script(script: str, folder: Path, change: Change | None) -> None:
     def note(words: str) -> None:
         with (folder / NOTES).open("a") as notes:
             notes.write(words + "\n")
 
-    code = compile_with_jit(Path(script), change.lines, note)
-    module = types.ModuleType("__main__")
-    module.__file__ = script
-    vars(module).update(wrap(note))
-    sys.modules["__main__"] = module
-    exec(code, vars(module))
-    return vars(module)
+    path = os.path.join(os.getcwd(), script)  # as Python says it, with what it has of ".."
+    if zipfile.is_zipfile(path):
+        _become_main(runpy.run_path(script, run_name="__main__"))
+        return
+    names: dict[str, Any] = {"__file__": path, "__builtins__": __builtins__}
+    if change is not None and change.kind == "jit":
+        code = compile_with_jit(Path(path), change.lines, note)
+        names |= wrap(note)
+    else:
+        with io.open_code(path) as stream:
+            code = compile(stream.read(), path, "exec", dont_inherit=True)
+    _become_main(names)
+    exec(code, vars(sys.modules["__main__"]))
 
 
 def _leave(code: int) -> NoReturn:
@@ -126,12 +209,13 @@ def _leave(code: int) -> NoReturn:
     os._exit(code & 0xFF)
 
 
-if __name__ == "__main__":
+def main() -> NoReturn:
+    """Run what ``sys.argv`` says."""
     try:
-        chosen, rest = None, sys.argv[2:]
+        change, rest = None, sys.argv[2:]
         if rest[0].startswith("--change="):
-            chosen, rest = Change.from_json(rest[0].partition("=")[2]), rest[1:]
-        sys.exit(run_profiled(Path(sys.argv[1]), rest, chosen))
+            change, rest = Change.from_json(rest[0].partition("=")[2]), rest[1:]
+        sys.exit(run_profiled(Path(sys.argv[1]), rest, change))
     except ProfileError as error:
         print(f"capibara profile: {error}", file=sys.stderr)
         sys.exit(1)
