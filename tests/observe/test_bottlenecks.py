@@ -67,6 +67,28 @@ def normalised(x):
     return centred * jax.lax.rsqrt((centred * centred).mean(-1, keepdims=True) + 1e-5)
 
 
+def decoder_trained(weights, tokens):
+    """A step of a small decoder, whose layers are one scan."""
+
+    def layer(x, w):
+        q, k, v = jnp.split((normalised(x) @ w["qkv"]).reshape(*x.shape[:2], 12, 32), 3, axis=2)
+        x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ w["out"]
+        return x + jax.nn.gelu(normalised(x) @ w["up"]) @ w["down"], None
+
+    def loss(weights):
+        x, _ = jax.lax.scan(layer, weights["embedding"][tokens], weights["layers"])
+        logits = jax.nn.log_softmax(x @ weights["embedding"].T)
+        return -jnp.take_along_axis(logits[:, :-1], tokens[:, 1:, None], -1).mean()
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+
+def decoder_weights():
+    shapes = {"qkv": (4, 128, 384), "out": (4, 128, 128), "up": (4, 128, 512), "down": (4, 512, 128)}
+    layers = {name: normal(*shape) for name, shape in shapes.items()}
+    return {"embedding": normal(256, 128), "layers": layers}
+
+
 def rematerialised(weights, x):
     layer = jax.checkpoint(lambda h, w: (jnp.tanh(h @ w), None))
     return weights - 0.1 * jax.grad(lambda w: (jax.lax.scan(layer, x, w)[0] ** 2).mean())(weights)
@@ -92,6 +114,9 @@ HEALTHY = {
         lambda x, w, v: jax.nn.gelu(x @ w) @ v, normal(512, 256), normal(256, 1024), normal(1024, 256)
     ),
     "sorting": lambda: repeated(lambda x: jnp.sort(x, -1), normal(200, 4000), times=4),
+    "a decoder in training": lambda: repeated(
+        decoder_trained, decoder_weights(), jnp.arange(8 * 128).reshape(8, 128) * 7 % 256
+    ),
     "sums": lambda: repeated(lambda x: jnp.cumsum(x, -1) * 0.01, normal(1000, 2000), times=4),
     "Fourier": lambda: repeated(lambda x: jnp.fft.ifft2(jnp.fft.fft2(x)).real, normal(512, 512), times=6),
     "rematerialisation": lambda: repeated(rematerialised, normal(4, 384, 384), normal(256, 384)),
@@ -302,6 +327,29 @@ def test_copies_beside_other_work_cost_nothing():
     )
     assert kinds(busy) == ["copies"]
     assert kinds(replace(busy, operations=(copied, replace(PRODUCT, dtype="bf16", seconds=0.9)))) == []
+
+
+def test_copies_of_xla_within_other_work_are_nobodys_fault():
+    """Of a loop's carry, in a program that does more than copying; a transposition is the author's in any."""
+    copied = replace(
+        PRODUCT, name="copy.1", kind="copy", opcode="copy", flops=0, dtype="bf16", path="", seconds=0.4
+    )
+    product = replace(PRODUCT, dtype="bf16", seconds=0.5)
+    assert kinds(replace(BASE, devices=1, operations=(copied, product))) == []
+    turned = replace(copied, kind="compute", path="jit(step)/transpose")
+    assert kinds(replace(BASE, devices=1, operations=(turned, product))) == ["copies"]
+    alone = replace(copied, program="jit_write")
+    assert kinds(replace(BASE, devices=1, operations=(alone, product))) == ["copies"]
+
+
+def test_operations_beside_one_another_share_the_time():
+    """Two that each take all of the time are half of it each."""
+    wide = replace(PRODUCT, dtype="f64", seconds=0.9)
+    other = replace(PRODUCT, name="dot.2", dtype="bf16", seconds=0.9)
+    (found,) = find_bottlenecks(
+        replace(BASE, devices=1, platform="cpu", busy_seconds=0.9, operations=(wide, other))
+    ).bottlenecks
+    assert (found.kind, found.evidence["part"]) == ("float64", pytest.approx(0.45))
 
 
 def test_float64_on_a_gpu_is_measured_at_its_rates():

@@ -354,7 +354,7 @@ def profile_of(*operations: Operation, programs: tuple[ProgramRuns, ...] = (), *
 
 def test_a_profile_of_an_earlier_version():
     data = json.loads(profile_of(ONE, programs=(RUN,)).to_json())
-    del data["timeline"]
+    del data["timeline"], data["lines"]
     for name in ("function", "compiled_at", "compile_seconds", "arguments_from", "arguments"):
         del data["programs"][0][name]
     found = Profile.from_json(json.dumps(data))
@@ -481,6 +481,65 @@ def test_more_work_and_the_same_work_done_slower():
     assert "more work" in str(diff_profiles(before, after))
     unknown = diff_profiles(profile_of(one), profile_of(replace(one, seconds=0.8))).changes[0]
     assert (unknown.floor_before, unknown.cause) == (None, "")
+
+
+def test_a_line_that_moved_is_the_same_line():
+    """Another number, since a comment was put above it, and another folder."""
+    old = {"/one/m.py:4": "x = layer(x)", "/one/m.py:5": "x = layer(x)", "/one/m.py:9": "return x.sum()"}
+    new = {"/two/m.py:5": "x = layer(x)", "/two/m.py:6": "x = layer(x)", "/two/m.py:10": "return x.mean()"}
+    before = profile_of(*(replace(ONE, source=source) for source in old), lines=old)
+    after = profile_of(*(replace(ONE, source=source, seconds=0.9) for source in new), lines=new)
+    found = {change.place: (change.before, change.after) for change in diff_profiles(before, after).changes}
+    spent, later = ONE.seconds / 2, 0.45
+    assert found == {
+        "/two/m.py:5": (spent, later),
+        "/two/m.py:6": (spent, later),
+        "/one/m.py:9": (spent, 0.0),
+        "/two/m.py:10": (0.0, later),
+    }
+    # A profile of an earlier version has no texts: then only the same place is the same.
+    assert len(diff_profiles(replace(before, lines={}), after).changes) == 6
+
+
+def test_a_product_has_the_place_where_it_is_written(tmp_path: Path):
+    """And not that of the sum into which XLA takes it."""
+    (tmp_path / "model.py").write_text(
+        "import jax\ndef helper(x, w):\n    return x @ w\n"
+        "@jax.jit\ndef step(x, w):\n    return jax.numpy.tanh(helper(x, w)).sum()\n"
+    )
+    names: dict[str, Any] = {}
+    path = str(tmp_path / "model.py")
+    exec(compile((tmp_path / "model.py").read_text(), path, "exec"), names)
+    x = jnp.ones((256, 256))
+    found = profiled(lambda: names["step"](x, x))
+    (product,) = [one for one in found.operations if one.flops]
+    assert product.source == f"{path}:3"
+    assert found.lines[product.source] == "return x @ w"
+    assert Profile.from_json(found.to_json()).lines == found.lines
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Scaled:
+    weights: jax.Array
+    factor: int = dataclasses.field(metadata={"static": True})
+
+
+def test_a_static_field_that_changed():
+    step = jax.jit(lambda model, x: model.weights @ x * model.factor)
+    x = jnp.ones((8, 8))
+    (found,) = [
+        one
+        for one in profiled(lambda: [step(Scaled(x, factor), x) for factor in (1, 2)]).recompilations()
+        if "lambda" in one.program
+    ]
+    (change,) = found.changes
+    assert (change.where, change.what, change.before, change.after) == (
+        "static fields of Scaled in model",
+        "static value",
+        "(1,)",
+        "(2,)",
+    )
 
 
 def test_one_machine_measured_twice_has_one_limit():

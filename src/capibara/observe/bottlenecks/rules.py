@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 
@@ -64,8 +64,15 @@ def _percent(part: float) -> str:
 
 
 def _spent(profile: Profile, operations: Iterable[Operation]) -> float:
-    """Their part of the time, on one device. Operations that run beside one another are not more than all of it."""
-    return min(1.0, sum(one.seconds for one in operations) / profile.devices / profile.wall_seconds)
+    """Their part of the time, on one device; of operations that run beside one another, a share of that time."""
+    seconds = _alone(profile) * sum(one.seconds for one in operations)
+    return min(1.0, seconds / profile.devices / profile.wall_seconds)
+
+
+def _alone(profile: Profile) -> float:
+    """The time in which devices were at work, as a part of the operations' times: 1 if none ran beside another."""
+    every = sum(one.seconds for one in profile.operations)
+    return min(1.0, (profile.busy_seconds or 0.0) * profile.devices / every) if every else 1.0
 
 
 def _compiling(profile: Profile) -> float:
@@ -296,6 +303,7 @@ def small_products(profile: Profile) -> Bottleneck | None:
             slow += products
             saved += spent - good
     device_time = profile.devices * profile.wall_seconds
+    saved *= _alone(profile)
     part = _spent(profile, slow)
     if saved / device_time < _SMALL:
         return None
@@ -456,8 +464,21 @@ def copies(profile: Profile) -> Bottleneck | None:
 
 
 def _copied(profile: Profile) -> tuple[list[Operation], float]:
-    """Operations that only move arrays, and their part of the time."""
-    moved = [one for one in profile.operations if one.kind == "copy" or _only_moves(one)]
+    """Operations that only move arrays, and their part of the time.
+
+    Copies that XLA puts into a program of other work (for a loop's carry, or a layout that a product takes) are left
+    out: nobody can take them out. Programs that mostly copy hold what need not be.
+    """
+    every: defaultdict[str, float] = defaultdict(float)
+    copied: defaultdict[str, float] = defaultdict(float)
+    for one in profile.operations:
+        every[one.program] += one.seconds
+        copied[one.program] += one.seconds if one.kind == "copy" or _only_moves(one) else 0.0
+    moved = [
+        one
+        for one in profile.operations
+        if _only_moves(one) or (one.kind == "copy" and 2 * copied[one.program] >= every[one.program])
+    ]
     part = _spent(profile, moved)
     if profile.platform == "gpu":  # beside other work a copy costs nothing
         beside = sum(one.seconds for one in profile.operations) / profile.devices - (

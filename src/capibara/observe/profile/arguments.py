@@ -46,6 +46,7 @@ ARGUMENT_KINDS = ("array", "static", "closure", "parameter", "setting")
 MOST_ARGUMENTS = 1_000_000
 _MOST_OF_ONE = 20_000
 _MOST_CHANGES = 50
+_MOST_FIELDS = 64
 _MOST_SHOWN = 4
 # Programs that a new one is compared with.
 _MOST_COMPARED = 30
@@ -204,6 +205,8 @@ def describe_call(call: CompiledCall, known: dict[str, list[Any]]) -> tuple[str,
         for path, leaf in zip(signature.paths(tuple(names[at] for at in kept)), signature.leaves, strict=True)
     ]
     found += [Argument(name, "static", value=_value_text(value, known)) for name, value in static]
+    given = [*((names[at], call.args[at]) for at in kept), *others.items()]
+    found += [one for name, value in given for one in _static_fields(name, value, known)]
     found += [
         Argument(name, kind, value=_value_text(value, known))
         for name, kind, value in _closed_over(call.function)
@@ -214,6 +217,26 @@ def describe_call(call: CompiledCall, known: dict[str, list[Any]]) -> tuple[str,
         if name != OTHER_SETTINGS
     ]
     return _defined(call.function), tuple(found[:_MOST_OF_ONE])
+
+
+def _static_fields(name: str, value: Any, known: dict[str, list[Any]]) -> list[Argument]:
+    """What the classes in an argument give JAX beside their arrays: a dataclass's static fields, for instance."""
+    import jax
+
+    found: dict[str, Argument] = {}
+    left = [jax.tree.structure(value)]
+    while left and len(found) < _MOST_FIELDS:
+        node = left.pop()
+        about = node.node_data()
+        if about is None:  # a leaf
+            continue
+        kind, fields = about
+        if fields is not None and kind not in (dict, list, tuple):
+            label = f"static fields of {kind.__name__} in {name}"
+            label += f" ({len(found) + 1})" if label in found else ""
+            found[label] = Argument(_printable(label), "static", value=_value_text(fields, known))
+        left += reversed(node.children())
+    return list(found.values())
 
 
 def _defined(function: Callable[..., Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import linecache
 import os
 import sys
 import tempfile
@@ -46,6 +47,7 @@ _COMPLETE = 0.98
 _RESTLESS = 10.0
 # What CUPTI takes: of seven programs the region was longer by 0.8 to 1.4 times what these say, or less.
 GPU_EVENT_SECONDS, _GPU_RUN_SECONDS = 3e-6, 12e-6
+_MOST_LINES, _LONGEST_LINE = 10_000, 300
 _NO_TRACE = "no trace was taken: capture_flops, capture_communication or capture_kernel_details asks for one"
 
 
@@ -436,8 +438,19 @@ def _result(
         versions=machine_description(devices=False)["versions"],
         within_seconds=None if trace.within_ns is None else trace.within_ns / 1e9,
         timeline=trace.timeline,
+        lines=_texts_of_lines({one.source for one in operations} if what.kernels else set()),
     )
     return profile, texts
+
+
+def _texts_of_lines(sources: set[str]) -> dict[str, str]:
+    """The text of source lines, as the interpreter's tracebacks find it."""
+    found = {}
+    for source in sorted(sources)[:_MOST_LINES]:
+        file, _, number = source.rpartition(":")
+        if number.isdecimal() and (text := linecache.getline(file, int(number)).strip()):
+            found[source] = "".join(letter for letter in text[:_LONGEST_LINE] if letter.isprintable())
+    return found
 
 
 def _perturbation(platform: str, trace: Trace, cost: float, wall: float, reasons: dict[str, str]) -> float:

@@ -153,8 +153,8 @@ def _floor(change: Change) -> str:
 def diff_profiles(before: Profile, after: Profile, *, plan: PlannedStep | None = None) -> ProfileDiff:
     """Attribute the difference of two profiles to source lines, and recompilations to arguments.
 
-    Instructions have other names in another program, so they are compared by the line that they come from (its file's
-    name and number, or, where XLA does not say it, the path in the JAX program).
+    Instructions have other names in another program, so they are compared by the line that they come from: its text and
+    its file's name, whatever its number and folder are now, or, where XLA does not say it, the path in the JAX program.
 
     Args:
       before, after: the profiles.
@@ -164,13 +164,14 @@ def diff_profiles(before: Profile, after: Profile, *, plan: PlannedStep | None =
       ProfileError: with a plan, a profile has no program whose runs could be compared with it.
     """
     rates = _rates(before, after)
-    old, new = _places(before), _places(after)
+    by_text = bool(before.lines and after.lines)
+    old, new = _places(before, by_text), _places(after, by_text)
     changes = []
     for key in {*old, *new}:
         mine, theirs = old[key], new[key]
         changes.append(
             Change(
-                place=key[1],
+                place=_place((theirs or mine)[0]),
                 kind=key[0],
                 before=_spent(mine, before.devices),
                 after=_spent(theirs, after.devices),
@@ -197,11 +198,30 @@ def diff_profiles(before: Profile, after: Profile, *, plan: PlannedStep | None =
     )
 
 
-def _places(profile: Profile) -> defaultdict[tuple[str, str], list[Operation]]:
-    found: defaultdict[tuple[str, str], list[Operation]] = defaultdict(list)
+def _place(one: Operation) -> str:
+    return one.source or one.path or f"{one.program} {one.opcode}"
+
+
+def _places(profile: Profile, by_text: bool) -> defaultdict[tuple[str, ...], list[Operation]]:
+    same = _same_lines(profile) if by_text else {}
+    found: defaultdict[tuple[str, ...], list[Operation]] = defaultdict(list)
     for one in profile.operations:
-        found[one.kind, one.source or one.path or f"{one.program} {one.opcode}"].append(one)
+        found[one.kind, *same.get(one.source, (_place(one),))].append(one)
     return found
+
+
+def _same_lines(profile: Profile) -> dict[str, tuple[str, ...]]:
+    """Of each source line what it shares with the same one of another version: file, text, and which of those it is."""
+    alike: defaultdict[tuple[str, str], list[tuple[str, int, str]]] = defaultdict(list)
+    for source, text in profile.lines.items():
+        file, _, number = source.rpartition(":")
+        if text and number.isdecimal():
+            alike[file.replace("\\", "/").rpartition("/")[2], text].append((file, int(number), source))
+    return {
+        source: (*key, str(place))
+        for key, sources in alike.items()
+        for place, (_, _, source) in enumerate(sorted(sources))
+    }
 
 
 def _spent(operations: Iterable[Operation], devices: int) -> float:

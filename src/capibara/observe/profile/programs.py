@@ -25,6 +25,11 @@ _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) function_name_id=\d+ line=(
 _FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+)", re.MULTILINE)
 _FILE = re.compile(r'^(\d+) "((?:[^"\\]|\\.)*)"', re.MULTILINE)
 _PLACED = re.compile(r"^\s+(?:ROOT )?%?([^\s%=(]+) = .*?\bstack_frame_id=(\d+)", re.MULTILINE)
+_COMPUTATION = re.compile(r"^%?([^\s%(]+) \(.*\{\s*$")
+_PRODUCT = re.compile(r"^\s+(?:ROOT )?%?([^\s%=(]+) = [^=]*? (?:dot|convolution)\(")
+_FUSED = re.compile(
+    r"^\s+(?:ROOT )?%?([^\s%=(]+) = [^\n]*? fusion\([^\n]*?\bcalls=%?([\w.\-]+)", re.MULTILINE
+)
 _OLD_PLACED = re.compile(
     r'^\s+(?:ROOT )?%?([^\s%=(]+) = .*?source_file="([^"]*)".*?source_line=(\d+)', re.MULTILINE
 )
@@ -176,4 +181,15 @@ def _sources(text: str) -> dict[str, str]:
     frames = {number: lines.get(place, "") for number, place in _FRAME.findall(parts["StackFrames"])}
     found = {name: f"{file}:{line}" for name, file, line in _OLD_PLACED.findall(text)}
     found.update({name: frames.get(frame, "") for name, frame in _PLACED.findall(text)})
+    # What XLA puts together has the place of its last operation: that of its product, which takes the time, says more.
+    products: dict[str, str] = {}
+    within = ""
+    for line in text.split("\n"):
+        if begins := _COMPUTATION.match(line):
+            within = begins[1]
+        elif (product := _PRODUCT.match(line)) and found.get(product[1]):
+            products.setdefault(within, found[product[1]])
+    for name, called in _FUSED.findall(text):
+        if called in products:
+            found[name] = products[called]
     return found

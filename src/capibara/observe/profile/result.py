@@ -127,6 +127,7 @@ class Profile:
       within_seconds: time in which a GPU ran nothing between operations of one run of a program, mean over devices:
         what starting them takes. None on other platforms.
       timeline: what devices and host did when; None without a trace, and in profiles of earlier versions.
+      lines: text of the source lines of operations (``"model.py:31"``), where the files could be read.
     """
 
     name: str
@@ -152,6 +153,7 @@ class Profile:
     tracing_seconds: float = 0.0
     within_seconds: float | None = None
     timeline: Timeline | None = None
+    lines: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def tflops(self) -> float | None:
@@ -257,6 +259,7 @@ class Profile:
             "operations": [asdict(one) for one in self.operations],
             "reasons": dict(self.reasons),
             "versions": dict(self.versions),
+            "lines": dict(self.lines),
             "timeline": None if self.timeline is None else self.timeline.to_data(),
         }
         return json.dumps(data, indent=1, allow_nan=False)
