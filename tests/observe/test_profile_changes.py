@@ -50,6 +50,12 @@ HEAD = "import jax, jax.numpy as jnp\nkept = []\n"
             "f is under jax.jit",
         ),
         (
+            # A flag that is an array later, by place and by name.
+            "def f(x, keep, *, also=True):\n    return jnp.tanh(x) * keep * also\n"
+            "r = [f(jnp.ones(3), True, also=True), f(jnp.ones(3), jnp.array(False), also=jnp.array(2))]",
+            "f is under jax.jit",
+        ),
+        (
             "class C:\n    def f(self, x):\n        return jnp.tanh(x)\nr = C().f(jnp.ones(3))",
             "C.f is under jax.jit",
         ),
@@ -104,6 +110,14 @@ def test_one_function_is_jitted_once(monkeypatch: pytest.MonkeyPatch):
     assert make(2.0, one) is not make(3.0, one)
     assert make(2.0, one) is not make(2.0, two)
     assert float(make(3.0, two)(1.0)) == 5.0
+
+    def scaled(factor: float) -> Any:
+        def apply(x: float, *, by: float = factor) -> float:
+            return x * by
+
+        return jax.jit(apply)
+
+    assert [float(scaled(factor)(1.0)) for factor in (2.0, 3.0)] == [2.0, 3.0]
     assert jax.jit(lambda x: x, static_argnums=0)(3) == 3
 
 

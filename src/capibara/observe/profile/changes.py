@@ -244,6 +244,8 @@ class _Tried:
         functools.update_wrapper(self, function)
         self._function, self._note = function, note
         self._call: Callable[..., Any] | None = None
+        self._static: list[int] = []
+        self._static_names: list[str] = []
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -251,7 +253,11 @@ class _Tried:
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         if self._call is None:
             return self._first(arguments, named)
-        return self._call(*arguments, **named)
+        # What was a plain value at the first call, and is an array now, cannot be fixed.
+        fixed = [arguments[place] for place in self._static if place < len(arguments)]
+        fixed += [named[name] for name in self._static_names if name in named]
+        call = self._call if all(map(_hashable, fixed)) else self._function
+        return call(*arguments, **named)
 
     def _first(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         import jax
@@ -282,7 +288,7 @@ class _Tried:
                     f"does not work: {str(error).strip().splitlines()[0][:200] if str(error) else error!r}"
                 )
                 continue
-            self._call = jitted
+            self._call, self._static, self._static_names = jitted, static, names
             self._note(f"{name} is under jax.jit")
             return result
         self._call = self._function
