@@ -217,6 +217,8 @@ import atexit, os, pickle, sys, threading
 os.environ["JAX_ENABLE_X64"] = "1"  # read when JAX is imported
 seen = [__file__, sys.argv, __name__, sys.path[0]]
 assert not any(name.startswith("jax") for name in sys.modules)
+import importlib.util
+assert importlib.util.find_spec("jax") is not None  # as libraries see whether it is there
 import jax, jax.numpy as jnp
 class Own: pass
 atexit.register(lambda: print("at exit", pickle.loads(pickle.dumps(Own())).__class__ is Own, seen))
@@ -229,6 +231,9 @@ def more():
         f(jnp.ones((64, 64))).block_until_ready()
     pickle.dumps(Own())
 threading.Thread(target=more).start()
+from concurrent.futures import ThreadPoolExecutor
+pool = ThreadPoolExecutor(2)  # whose workers wait until Python ends
+print(pool.submit(lambda: "from a pool").result())
 print(f(jnp.ones((2, 2))).dtype, os.path.exists(__file__))
 os.makedirs("elsewhere", exist_ok=True)
 os.chdir("elsewhere")
@@ -280,6 +285,43 @@ print("traced")
     assert done.returncode == (0 if late else 1), done.stderr
     assert ("s.py: " in done.stdout) is late
     assert ("a trace is being taken already" in done.stderr) is not late
+
+
+def test_a_failure_keeps_an_earlier_profile(script: Path, tmp_path: Path):
+    folder = tmp_path / "kept"
+    assert capibara("-o", folder, "--", "python", script, 1, 0).returncode == 0
+    before = (folder / "profile.json").read_bytes()
+    (tmp_path / "t.py").write_text(
+        "import jax, jax.numpy as jnp\njax.jit(lambda x: x @ x)(jnp.ones((8, 8))).block_until_ready()\n"
+        "jax.monitoring.clear_event_listeners()\nraise RuntimeError('too bad')\n"
+    )
+    done = capibara("-o", folder, "--", "python", tmp_path / "t.py")
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith("RuntimeError: too bad")
+    assert (folder / "profile.json").read_bytes() == before
+
+
+def test_a_signal_ends_the_script(tmp_path: Path):
+    (tmp_path / "s.py").write_text("""
+import signal, sys, time
+def end(*_):
+    print("ended", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+print("busy", flush=True)
+time.sleep(60)
+""")
+    with subprocess.Popen(
+        [sys.executable, "-m", "capibara", "profile", "--", "python", str(tmp_path / "s.py")],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "busy\n"
+        process.terminate()
+        rest, _ = process.communicate(timeout=120)
+    assert (process.returncode, rest) == (143, "ended\n")
 
 
 def test_an_interrupt_is_the_scripts(tmp_path: Path):

@@ -85,12 +85,11 @@ def run(args: argparse.Namespace) -> int:
         folder = Path(args.output or temporary).resolve()
         written = folder / "profile.json"
         prepare_folder(folder)
-        # One of ours, of an earlier time: what stands there afterwards is of this program.
-        written.unlink(missing_ok=True)
+        before = _version(written)
         python, arguments = _python(what)
         # What the program prints is not part of our output.
         code = _ran([python, "-c", RUN, str(folder), *arguments], sys.stderr if args.json else None)
-        if written.is_file():
+        if _version(written) != before:  # not one of an earlier time
             profile = _read(folder)
             tried = _tried([python, *arguments], profile, args) if args.apply and not code else None
             _write(profile, args, plan, tried)
@@ -98,6 +97,15 @@ def run(args: argparse.Namespace) -> int:
             print("capibara profile: the program ended before its profile was written", file=sys.stderr)
             return 1
     return code if code >= 0 else 128 - code
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    """What changes when a file is written anew; None if there is none."""
+    try:
+        about = path.stat()
+    except OSError:
+        return None
+    return about.st_ino, about.st_mtime_ns
 
 
 def _ran(command: list[str], output: Any) -> int:
@@ -114,6 +122,10 @@ def _ran(command: list[str], output: Any) -> int:
         except KeyboardInterrupt:
             # The terminal told the program, too, which may have something to keep.
             continue
+        except BaseException:  # a signal that only this process has
+            process.terminate()
+            process.wait()
+            raise
 
 
 def _tried(command: list[str], profile: Profile, args: argparse.Namespace) -> list[Tried]:
@@ -132,7 +144,7 @@ def _python(command: list[str]) -> tuple[str, list[str]]:
     first = Path(command[0]).name
     if re.fullmatch(r"(python|pypy)[0-9.]*", first):
         python, rest = command[0], command[1:]
-        if python in ("python", "python3"):
+        if python in ("python", "python3", f"python3.{sys.version_info.minor}"):
             python = sys.executable
     else:
         python, rest = sys.executable, command

@@ -92,5 +92,6 @@ def count_compilations(*, every_thread: bool = True) -> Iterator[CompilationCoun
     try:
         yield counts
     finally:
-        jax.monitoring.unregister_event_listener(counts._event)
-        jax.monitoring.unregister_event_duration_listener(counts._duration)
+        with contextlib.suppress(Exception):  # a program may have removed all listeners
+            jax.monitoring.unregister_event_listener(counts._event)
+            jax.monitoring.unregister_event_duration_listener(counts._duration)

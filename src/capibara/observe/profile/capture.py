@@ -45,6 +45,8 @@ __all__ = ["GPU_EVENT_SECONDS", "Capture", "Captured", "capture", "prepare_folde
 _COMPLETE = 0.98
 # Seconds for which a thread must be awake without a break to be taken for one that never sleeps.
 _RESTLESS = 10.0
+# And for which threads are waited for at all.
+_LONGEST_WAIT = 15.0
 # What CUPTI takes: of seven programs the region was longer by 0.8 to 1.4 times what these say, or less.
 GPU_EVENT_SECONDS, _GPU_RUN_SECONDS = 3e-6, 12e-6
 _MOST_LINES, _LONGEST_LINE = 10_000, 300
@@ -214,25 +216,31 @@ def _settle(restless: set[int]) -> float:
 def _sleeping(restless: set[int], quiet: int = 10) -> float:
     """Wait until threads that are not Python's are seen asleep ``quiet`` times in a row; when they were first.
 
-    XLA's have no names of their own. Those that never sleep for ``_RESTLESS`` seconds are other libraries', which spin:
-    they become part of ``restless``, and are not waited for. If one is XLA's after all, its last operations are missing
-    in the trace, and that is refused.
+    XLA's have no names of their own, and it makes more of them as it needs them. Those that never sleep for
+    ``_RESTLESS`` seconds are other libraries', which spin: they become part of ``restless``, and are not waited for. If
+    one is XLA's after all, its last operations are missing in the trace, and that is refused. Where another thread
+    gives XLA work all the time there is no end to wait for: after ``_LONGEST_WAIT`` seconds, that is now.
     """
-    own = {thread.native_id for thread in threading.enumerate()} | restless
-    threads = {int(path.name): path / "stat" for path in Path("/proc/self/task").glob("*")}
-    threads = {number: stat for number, stat in threads.items() if number not in own}
+    own = {thread.native_id for thread in threading.enumerate()}
     began = since = time.perf_counter()
-    seen, always = 0, set(threads)
-    while threads and seen < quiet:
-        awake = {number for number, stat in threads.items() if _awake(stat)}
-        always &= awake
+    always: set[int] | None = None
+    seen = 0
+    while seen < quiet:
+        now = time.perf_counter()
+        if now - began > _LONGEST_WAIT:
+            return now
+        tasks = (int(path.name) for path in Path("/proc/self/task").glob("*"))
+        threads = {number for number in tasks if number not in own and number not in restless}
+        if not threads:
+            return since
+        awake = {number for number in threads if _awake(Path(f"/proc/self/task/{number}/stat"))}
+        always = awake if always is None else always & awake
         if awake:
             since, seen = time.perf_counter(), 0
         else:
             seen += 1
-        if always and time.perf_counter() - began > _RESTLESS:
+        if always and now - began > _RESTLESS:
             restless |= always
-            threads = {number: stat for number, stat in threads.items() if number not in always}
             # It was they who were awake all the time: nothing is known of the others yet but what comes.
             since, seen, always = began, 0, set()
         time.sleep(0.0005)
@@ -274,18 +282,21 @@ class _Tracing:
     def __enter__(self) -> _Tracing:
         import jax.monitoring
 
+        self._began = time.perf_counter_ns()
         jax.monitoring.register_event_duration_secs_listener(self._event)
         return self
 
     def __exit__(self, *_: object) -> None:
         import jax.monitoring
 
-        jax.monitoring.unregister_event_duration_listener(self._event)
+        with contextlib.suppress(Exception):  # a program may have removed all listeners
+            jax.monitoring.unregister_event_duration_listener(self._event)
 
     def _event(self, event: str, duration_secs: float, **_: Any) -> None:
         if event in self._EVENTS:
-            length = int(duration_secs * 1e9)
-            self._spans.append((event, time.perf_counter_ns() - length, length))
+            now = time.perf_counter_ns()
+            start = max(self._began, now - int(duration_secs * 1e9))  # it may have begun before the region
+            self._spans.append((event, start, now - start))
 
     def spans(self, began: float) -> list[tuple[str, int, int]]:
         """Kind, start after ``began`` (``perf_counter``) and length, in nanoseconds."""

@@ -78,7 +78,8 @@ class HeldPrograms:
     def __exit__(self, *_: object) -> None:
         import jax.monitoring
 
-        jax.monitoring.unregister_event_duration_listener(self._compiled)
+        with contextlib.suppress(Exception):  # a program may have removed all listeners
+            jax.monitoring.unregister_event_duration_listener(self._compiled)
 
     def _compiled(self, event: str, duration_secs: float, **about: Any) -> None:
         if event != COMPILED:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.machinery
-import importlib.util
 import io
 import os
 import runpy
@@ -45,15 +44,19 @@ class _AfterImport:
     ) -> importlib.machinery.ModuleSpec | None:
         if name != self._name:
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
-        spec = importlib.util.find_spec(name)
+        others = [one for one in sys.meta_path if one is not self]
+        specs = (one.find_spec(name, path, target) for one in others)
+        spec = next((one for one in specs if one is not None), None)
         loader = None if spec is None else spec.loader
         if loader is not None:
             execute = loader.exec_module
 
             def executed(module: types.ModuleType) -> None:
                 execute(module)
-                self._then()
+                # Not before: it may be asked for only to see whether it is there.
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)  # type: ignore[arg-type]
+                    self._then()
 
             loader.exec_module = executed  # type: ignore[method-assign]
         return spec
@@ -87,7 +90,8 @@ class _FromFirstProgram:
         if self._listens:
             import jax.monitoring
 
-            jax.monitoring.unregister_event_duration_listener(self._event)
+            with contextlib.suppress(Exception):  # the script may have removed all
+                jax.monitoring.unregister_event_duration_listener(self._event)
             self._listens = False
 
     def _event(self, event: str, duration_secs: float, **_: Any) -> None:
@@ -168,6 +172,11 @@ def run_profiled(folder: Path, arguments: list[str], change: Change | None = Non
 
 def _wait_for_threads() -> None:
     """As Python does at its end: what threads compute is part of the script."""
+    for name in ("concurrent.futures.thread", "concurrent.futures.process"):
+        # Their workers wait for more work until Python says that it ends, which comes before it waits for threads.
+        finish = getattr(sys.modules.get(name), "_python_exit", None)
+        if finish is not None:
+            finish()
     mine = threading.current_thread()
     while others := [one for one in threading.enumerate() if one is not mine and not one.daemon]:
         for one in others:
