@@ -352,6 +352,20 @@ def test_operations_beside_one_another_share_the_time():
     assert (found.kind, found.evidence["part"]) == ("float64", pytest.approx(0.45))
 
 
+def test_small_products_beside_other_work():
+    """What runs as often and computes something, such as a sort, is not saved with them; a loop's counter is."""
+    small = replace(
+        PRODUCT, dtype="bf16", count=10_000, seconds=0.2, flops=10**9, bytes=10**7, products=10_000
+    )
+    other = replace(small, name="sort.1", flops=0, products=0, seconds=0.5)
+    loop = replace(BASE, devices=1, operations=(small, other))
+    (found,) = find_bottlenecks(loop).bottlenecks
+    assert (found.kind, found.predicted_gain) == ("small_products", pytest.approx(0.2, abs=0.01))
+    counter = replace(other, name="add.1", seconds=0.05)
+    (found,) = find_bottlenecks(replace(loop, operations=(small, counter))).bottlenecks
+    assert found.predicted_gain == pytest.approx(0.25, abs=0.01)
+
+
 def test_float64_on_a_gpu_is_measured_at_its_rates():
     (found,) = find_bottlenecks(
         replace(BASE, chip="nvidia-h100-sxm", operations=(replace(PRODUCT, dtype="f64"),))

@@ -542,6 +542,21 @@ def test_a_static_field_that_changed():
     )
 
 
+def test_a_container_and_a_keyword_that_changed():
+    x = jnp.ones((8, 8))
+    summed = jax.jit(lambda pair: pair[0] @ pair[1])
+    scaled = jax.jit(lambda x, n: x @ x * n)
+    found = profiled(lambda: [summed((x, x)), summed([x, x]), scaled(x, 2.0), scaled(x, n=2.0)])
+    said = {
+        (change.where, change.what, change.before, change.after)
+        for one in found.recompilations()
+        if "lambda" in one.program
+        for change in one.changes
+    }
+    assert ("containers of pair", "structure", "tuple", "list") in said
+    assert ("arguments by keyword", "structure", "absent", "n") in said
+
+
 def test_one_machine_measured_twice_has_one_limit():
     """The peak of a CPU is measured, and lower on a busy machine: that is not less work."""
     before = profile_of(replace(ONE, flops=20), peak_flops=100.0, peak_bandwidth=1.0)

@@ -21,7 +21,6 @@ with warnings.catch_warnings():
 
 from capibara.jax_versions import loaded_programs
 from capibara.observe.errors import ProfileError
-from capibara.observe.profile import events as events_module
 from capibara.observe.profile.gpu import align_kernels
 from capibara.observe.profile.modules import module_digest, module_name, module_number, traced_modules
 from capibara.observe.profile.protobuf import protobuf_fields
@@ -145,15 +144,6 @@ def space(events: str, scopes: dict[int, int]) -> bytes:
         text += f'event_metadata {{ key: {number} value {{ id: {number} name: "{name}" }} }}\n'
     text += f'lines {{ name: "Stream #14(Compute)" timestamp_ns: 0\n{events} }} }}\n'
     return ProfileData.text_proto_to_serialized_xspace(text)
-
-
-@pytest.fixture(params=["compiled", "jax.profiler"])
-def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "jax.profiler":
-        monkeypatch.setattr(events_module, "_compiled", lambda: None)
-    elif events_module._compiled() is None:
-        pytest.skip("the native library is not built")
-    return request.param
 
 
 OPERATIONS = {5: {"dot.3": "kernel", "loop_add_fusion": "compute", "loop_add_fusion.2": "compute"}}

@@ -31,15 +31,6 @@ def quick_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture_module, "_measured", lambda dtype: (1e11, 1e10))
 
 
-@pytest.fixture(params=["compiled", "jax.profiler"])
-def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "jax.profiler":
-        monkeypatch.setattr(events_module, "_compiled", lambda: None)
-    elif events_module._compiled() is None:
-        pytest.skip("the native library is not built")
-    return request.param
-
-
 intervals = st.lists(
     st.tuples(st.integers(0, 60), st.integers(1, 25), st.integers(1, len(KINDS))), max_size=14
 )

@@ -39,8 +39,9 @@ _TINY_PRODUCT = 5e6
 _OFTEN = 20
 # Of the roofline, what a product of a good size reaches.
 _GOOD = 0.6
-# Bytes of an operation below which its time is that of starting it.
+# Bytes of an operation below which its time is that of starting it; one that takes longer than this computes something.
 _LITTLE_DATA = 1 << 16
+_LITTLE_TIME = 10e-6
 # Between two operations of one program XLA takes up to this (0.08 to 0.16 µs were measured on a CPU, recorded): it is
 # not the host that lets the device wait.
 _BETWEEN_OPERATIONS = 0.25e-6
@@ -192,9 +193,8 @@ def dispatch(profile: Profile) -> Bottleneck | None:
     runs = _runs(profile)
     names = [one.name for one in sorted(profile.programs, key=lambda one: -one.runs)[:5]]
     left = 0.0
-    if (
-        profile.platform == "gpu"
-    ):  # where it becomes a loop in a program, of which each turn ran each of these
+    if profile.platform == "gpu":
+        # It becomes a loop in a program, of which each turn runs each of these.
         turns = runs / profile.devices / len({one.name for one in profile.programs})
         left = _TURN_ON_GPU * turns / profile.wall_seconds
     return Bottleneck(
@@ -292,6 +292,7 @@ def small_products(profile: Profile) -> Bottleneck | None:
             and not one.flops
             and one.kind in kinds
             and one.bytes / count < _LITTLE_DATA
+            and one.seconds / count < _LITTLE_TIME
         )
         # As one product they would read once what they now read each time, and have a good product's rate.
         good = sum(max(one.flops / peak, (one.bytes - one.reread) / bandwidth) for one in products) / _GOOD

@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 FROM_CALL, FROM_PROGRAM = "call", "program"
-ARGUMENT_KINDS = ("array", "static", "closure", "parameter", "setting")
+ARGUMENT_KINDS = ("array", "static", "closure", "parameter", "setting", "structure")
 # Of all programs of a profile together.
 MOST_ARGUMENTS = 1_000_000
 _MOST_OF_ONE = 20_000
@@ -76,7 +76,8 @@ class Argument:
     Attributes:
       name: ``"x"``, ``"params['w']"``; or of a setting of JAX.
       kind: ``"array"``, ``"static"`` for a static argument, ``"closure"`` for a value that the function closes over,
-        ``"parameter"`` of one of JAX's operations outside of jitted functions, ``"setting"``.
+        ``"parameter"`` of one of JAX's operations outside of jitted functions, ``"setting"``; ``"structure"`` for the
+        containers of an argument, and for which arguments were given by keyword.
       dtype: element type of an array (``"float32"``).
       shape: of an array. Where only the program's text is known, of the part that one device has.
       weak: whether its dtype yields to that of others, as that of Python's numbers does.
@@ -206,6 +207,10 @@ def describe_call(call: CompiledCall, known: dict[str, list[Any]]) -> tuple[str,
     ]
     found += [Argument(name, "static", value=_value_text(value, known)) for name, value in static]
     given = [*((names[at], call.args[at]) for at in kept), *others.items()]
+    if call.kwargs:
+        named = ", ".join(sorted(map(str, call.kwargs)))
+        found.append(Argument("arguments by keyword", "structure", value=_printable(named)))
+    found += [one for name, value in given for one in _containers(name, value)]
     found += [one for name, value in given for one in _static_fields(name, value, known)]
     found += [
         Argument(name, kind, value=_value_text(value, known))
@@ -217,6 +222,22 @@ def describe_call(call: CompiledCall, known: dict[str, list[Any]]) -> tuple[str,
         if name != OTHER_SETTINGS
     ]
     return _defined(call.function), tuple(found[:_MOST_OF_ONE])
+
+
+def _containers(name: str, value: Any) -> list[Argument]:
+    """The lists, tuples and other containers of an argument, outermost first, if it is not an array itself."""
+    import jax
+
+    kinds: list[str] = []
+    left = [jax.tree.structure(value)]
+    while left and len(kinds) < _MOST_FIELDS:
+        node = left.pop()
+        if (about := node.node_data()) is not None:
+            kinds.append(about[0].__name__)
+            left += reversed(node.children())
+    if not kinds:
+        return []
+    return [Argument(f"containers of {name}", "structure", value=_printable(", ".join(kinds)))]
 
 
 def _static_fields(name: str, value: Any, known: dict[str, list[Any]]) -> list[Argument]:
@@ -403,6 +424,7 @@ _WORDS = {
     "closure": "closed-over value",
     "parameter": "parameter",
     "setting": "setting",
+    "structure": "structure",
 }
 
 

@@ -56,6 +56,7 @@ class Trace:
       in_graphs: programs of which operations ran in CUDA graphs.
       within_ns: time in which a GPU ran nothing between operations of one run of a program, mean over devices; None of
         other devices.
+      wall_seconds: of the region, if its time was given.
       timeline: what the devices did when; None if it was not asked for.
     """
 
@@ -69,6 +70,7 @@ class Trace:
     unclear: frozenset[int] = frozenset()
     in_graphs: frozenset[int] = frozenset()
     within_ns: float | None = None
+    wall_seconds: float | None = None
     timeline: Timeline | None = None
 
 
@@ -100,6 +102,7 @@ def read_trace(
     operations: Mapping[int, Mapping[str, str]],
     wall_seconds: float | None = None,
     trips: Mapping[int, Mapping[str, int | None]] | None = None,
+    least_seconds: float | None = None,
 ) -> Trace:
     """Count the operations of a trace.
 
@@ -109,8 +112,10 @@ def read_trace(
         of :data:`KINDS`). Others (loops, whose time is that of what they contain; parts of the runtime) are left out.
       wall_seconds: of the region, for its timeline. It begins at the event of :func:`mark_region`, or else so that the
         last operation ends with it.
+        On CPUs, whose trace and host have one clock, the region ends with the last operation if that is earlier.
       trips: program number → how often each operation runs in one run of the program, where that is known; only
         CUDA graphs are looked up in it.
+      least_seconds: of the region, that the host saw pass.
 
     Raises:
       ProfileError: the file is none, or too large.
@@ -156,6 +161,10 @@ def read_trace(
         into = trace.unnamed if names[place] in unnamed else trace.counts
         into[names[place]] = int(counts[place]), float(times[place])
     del pair_of
+    if wall_seconds is not None and least_seconds is not None and began is not None and _all_on_hosts(table):
+        ends = int((rows["start_ps"] + rows["duration_ps"]).max(initial=began))
+        wall_seconds = min(wall_seconds, max(least_seconds, (ends - began) / 1e12))
+    trace.wall_seconds = wall_seconds
     edges = None if wall_seconds is None else _edges(rows, kind_of > 0, began, wall_seconds)
     tracks: list[Track] = []
     for number, device in enumerate(devices.tolist()):
@@ -195,6 +204,10 @@ def _unmarked(table: EventTable) -> tuple[np.ndarray, int | None]:
         rows[mark] = rows[-1]
         rows = rows[:-1]
     return rows, began
+
+
+def _all_on_hosts(table: EventTable) -> bool:
+    return not any(plane.startswith("/device:") for plane, _ in table.lines)
 
 
 def _edges(rows: np.ndarray, counted: np.ndarray, began: int | None, wall_seconds: float) -> np.ndarray:

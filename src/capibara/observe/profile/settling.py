@@ -1,0 +1,97 @@
+"""The moments at which no device is at work, between which a profile is taken."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["Settled", "settle"]
+
+# Seconds for which a thread must be awake without a break to be taken for one that never sleeps.
+_RESTLESS = 10.0
+# And for which threads are waited for at all.
+_LONGEST_WAIT = 15.0
+
+
+class Settled(NamedTuple):
+    """By ``perf_counter``: when all arrays that are held were there, and since when no device has been at work.
+
+    On CPUs the second may be late: other libraries' threads, such as OpenBLAS's, go on for a while after their work.
+    """
+
+    held: float
+    quiet: float
+
+
+def settle(restless: set[int]) -> Settled:
+    """Wait until no device is at work.
+
+    Arrays that are held can be waited for. For results that were dropped JAX has no such function: TPUs and GPUs run
+    programs in their order, so that one more ends after them; XLA on CPUs does not, but its threads sleep without work.
+
+    Args:
+      restless: threads that are not waited for; more are added.
+    """
+    import jax
+
+    jax.effects_barrier()
+    for array in jax.live_arrays():
+        if not array.is_deleted():
+            with contextlib.suppress(RuntimeError):  # donated between the two lines by another thread
+                array.block_until_ready()
+    devices = jax.local_devices()
+    if devices[0].platform == "cpu":
+        return Settled(time.perf_counter(), _sleeping(restless))
+
+    def last() -> float:
+        jax.block_until_ready([jax.device_put(0, device) + 1 for device in devices])
+        return time.perf_counter()
+
+    end = last()
+    end -= last() - end  # the second time only that is done: about a millisecond on a GPU
+    return Settled(end, end)
+
+
+def _sleeping(restless: set[int], quiet: int = 10) -> float:
+    """Wait until threads that are not Python's are seen asleep ``quiet`` times in a row; when they were first.
+
+    XLA's have no names of their own, and it makes more of them as it needs them. Those that never sleep for
+    ``_RESTLESS`` seconds are other libraries', which spin: they become part of ``restless``, and are not waited for. If
+    one is XLA's after all, its last operations are missing in the trace, and that is refused. Where another thread
+    gives XLA work all the time there is no end to wait for: after ``_LONGEST_WAIT`` seconds, that is now.
+    """
+    own = {thread.native_id for thread in threading.enumerate()}
+    began = since = time.perf_counter()
+    always: set[int] | None = None
+    seen = 0
+    while seen < quiet:
+        now = time.perf_counter()
+        if now - began > _LONGEST_WAIT:
+            return now
+        tasks = (int(path.name) for path in Path("/proc/self/task").glob("*"))
+        threads = {number for number in tasks if number not in own and number not in restless}
+        if not threads:
+            return since
+        awake = {number for number in threads if _awake(Path(f"/proc/self/task/{number}/stat"))}
+        always = awake if always is None else always & awake
+        if awake:
+            since, seen = time.perf_counter(), 0
+        else:
+            seen += 1
+        if always and now - began > _RESTLESS:
+            restless |= always
+            # It was they who were awake all the time: nothing is known of the others yet but what comes.
+            since, seen, always = began, 0, set()
+        time.sleep(0.0005)
+    return since
+
+
+def _awake(stat: Path) -> bool:
+    """Whether a thread runs or waits for a disk; False for one that has ended."""
+    try:
+        return stat.read_text().rpartition(")")[2][1:2] in ("R", "D")
+    except OSError:
+        return False
