@@ -14,6 +14,8 @@ __all__ = ["Settled", "settle"]
 _RESTLESS = 10.0
 # And for which threads are waited for at all.
 _LONGEST_WAIT = 15.0
+# Share of the time for which threads that are asleep may have been at work: some wake up now and then.
+_AT_REST = 0.25
 
 
 class Settled(NamedTuple):
@@ -34,10 +36,26 @@ def settle(restless: set[int]) -> Settled:
 
     Args:
       restless: threads that are not waited for; more are added.
+
+    Raises:
+      RuntimeError: a callback failed; everything was waited for.
     """
     import jax
 
-    jax.effects_barrier()
+    failed: RuntimeError | None = None
+    try:
+        jax.effects_barrier()
+    except RuntimeError as error:
+        failed = error
+    settled = _wait(restless)
+    if failed is not None:
+        raise failed
+    return settled
+
+
+def _wait(restless: set[int]) -> Settled:
+    import jax
+
     for array in jax.live_arrays():
         if not array.is_deleted():
             with contextlib.suppress(RuntimeError):  # donated between the two lines by another thread
@@ -63,10 +81,13 @@ def _sleeping(restless: set[int], quiet: int = 10) -> float:
     one is XLA's after all, its last operations are missing in the trace, and that is refused. Where another thread
     gives XLA work all the time there is no end to wait for: after ``_LONGEST_WAIT`` seconds, that is now.
     """
-    own = {thread.native_id for thread in threading.enumerate()}
+    # XLA's threads that call Python become Python's dummies, and are waited for as the others.
+    own = {
+        thread.native_id for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)
+    }
     began = since = time.perf_counter()
     always: set[int] | None = None
-    seen = 0
+    seen, at_rest = 0, 0.0
     while seen < quiet:
         now = time.perf_counter()
         if now - began > _LONGEST_WAIT:
@@ -81,12 +102,27 @@ def _sleeping(restless: set[int], quiet: int = 10) -> float:
             since, seen = time.perf_counter(), 0
         else:
             seen += 1
+        if seen == 1:
+            at_rest = _work(threads)
+        elif seen == quiet and _work(threads) - at_rest > _AT_REST * (time.perf_counter() - since):
+            # They are looked at one after the other: work that goes from thread to thread can be where nobody looks.
+            since, seen = time.perf_counter(), 0
         if always and now - began > _RESTLESS:
             restless |= always
             # It was they who were awake all the time: nothing is known of the others yet but what comes.
             since, seen, always = began, 0, set()
         time.sleep(0.0005)
     return since
+
+
+def _work(threads: set[int]) -> float:
+    """Seconds for which threads have run or waited for a processor; 0 where the kernel does not count them."""
+    total = 0
+    for number in threads:
+        with contextlib.suppress(OSError, ValueError):
+            ran, waited, _ = Path(f"/proc/self/task/{number}/schedstat").read_text().split()
+            total += int(ran) + int(waited)
+    return total / 1e9
 
 
 def _awake(stat: Path) -> bool:
