@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import traceback
@@ -16,6 +17,22 @@ __all__ = ["leave", "report_error"]
 _FAILED = 1
 _INVALID = 2  # invalid input: after it a launcher does not try again
 _BROKEN_PIPE = 141
+# Of a path that was given, and of the machine: the remedy. Others are faults of the program, with a traceback.
+_OF_PATHS = {
+    errno.ENAMETOOLONG: "give a shorter name",
+    errno.ELOOP: "give a path whose links end at a file or a folder",
+    errno.ENOTDIR: "a file stands where a folder is needed: give another path",
+    errno.EISDIR: "a folder stands where a file is needed: give another path",
+}
+_OF_THE_MACHINE = {
+    errno.ENOSPC: "free some space, or write to another disk",
+    errno.EDQUOT: "free some space, or write to another disk",
+    errno.EROFS: "write to another disk",
+    errno.EACCES: "change its permissions, or give another path",
+    errno.EPERM: "change its permissions, or give another path",
+    errno.EIO: "the disk fails: use another one",
+}
+_LONGEST = 120
 
 
 def report_error(error: BaseException) -> int | None:
@@ -32,10 +49,29 @@ def report_error(error: BaseException) -> int | None:
     if isinstance(error, CapibaraError):
         print(f"capibara: {error}", file=sys.stderr)
         return _FAILED if _may_pass(error) else _INVALID
+    if isinstance(error, OSError) and (remedy := _remedy(error)):
+        if error.filename is None:  # of print; Python would fail once more when it flushes at exit
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"capibara: {_place(error)}: {error.strerror}; {remedy}", file=sys.stderr)
+        return _INVALID if error.errno in _OF_PATHS else _FAILED
     if isinstance(error, KeyboardInterrupt):
         print("capibara: interrupted", file=sys.stderr)
         return INTERRUPTED
     return None
+
+
+def _remedy(error: OSError) -> str | None:
+    if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        return None  # of a socket, or of another thing that is no file
+    return (_OF_PATHS | _OF_THE_MACHINE).get(error.errno or 0)
+
+
+def _place(error: OSError) -> str:
+    if error.filename is None:
+        return "the output"
+    name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else str(error.filename)
+    return repr(name if len(name) <= _LONGEST else f"{name[:_LONGEST]}…")
 
 
 def _may_pass(error: CapibaraError) -> bool:

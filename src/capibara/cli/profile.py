@@ -72,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
         return _diff(args, plan)
     for option, path in (("--plot", args.plot), ("--html", args.html)):
         # Known before a program runs for hours.
-        if path is not None and not os.access(Path(path).resolve().parent, os.W_OK):
+        above = Path(os.path.realpath(path or "")).parent
+        if path is not None and not (above.is_dir() and os.access(above, os.W_OK)):
             raise ConfigError(f"{option}: the folder of {path!r} is missing, or cannot be written to")
         if path is not None and Path(path).is_dir():
             raise ConfigError(f"{option}: got the folder {path!r}, expected the name of a file")
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         _write(_read(what[1]), args, plan)
         return 0
     with tempfile.TemporaryDirectory(prefix="capibara-profile-") as temporary:
-        folder = Path(args.output or temporary).resolve()
+        folder = Path(os.path.realpath(args.output or temporary))
         written = folder / "profile.json"
         prepare_folder(folder)
         before = _version(written)
