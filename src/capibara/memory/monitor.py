@@ -134,6 +134,8 @@ class TpuMemoryMonitor:
 
     def sample(self) -> MemorySample:
         """Read the memory now, and record it."""
+        with self._lock:  # a mark that is set from here on is not of what this reads
+            marks = (self._own, *self._marks)
         reading = MemorySample(
             time.monotonic(), int(self.budget.in_use()), int(self.budget.limit), host_memory().in_use
         )
@@ -144,7 +146,7 @@ class TpuMemoryMonitor:
                 self._span += seconds
             self.samples.append(reading)
             self._count += 1
-            for mark in (self._own, *self._marks):
+            for mark in marks:
                 mark.high = max(mark.high, reading.in_use)
         return reading
 
