@@ -44,18 +44,47 @@ def test_paths_that_cannot_be(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
 @pytest.mark.parametrize("arguments", [("--help",), ("doctor", "--json")], ids=lambda value: value[0])
-def test_an_output_that_is_full(arguments: tuple[str, ...]):
+def test_an_output_that_is_full(arguments: tuple[str, ...], unbuffered: str):
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "capibara", *arguments], stdout=full, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-m", "capibara", *arguments],
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
         )
     assert done.returncode == 1
-    assert done.stderr == (
-        "capibara: the output: No space left on device; free some space, or write to another disk\n"
+    assert done.stderr.splitlines()[-1] == (
+        "capibara: the output: No space left on device; free some space, or write to another disk"
     )
+
+
+def test_another_file_is_not_taken_for_the_output():
+    """The system names no file where a write fails; what was printed before still reaches its reader."""
+    program = """
+from capibara.cli._leaving import report_error
+print("result")
+try:
+    with open("/dev/full", "w") as file:
+        file.write("x")
+except OSError as error:
+    raise SystemExit(0 if report_error(error) is None else 3)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "result\n", "")
+
+
+@pytest.mark.parametrize("error", ["OSError(28, 'full', 'p')", "ValueError('a fault')"])
+def test_a_process_ends_though_nothing_can_be_said(error: str):
+    program = f"from capibara.cli._leaving import leave\nleave({error})"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-c", program], stderr=full, timeout=120)
+    assert done.returncode == 1
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.ENOSPC, errno.EROFS, errno.EIO])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import hashlib
 import threading
+import time
 from typing import Any
 
 import jax
@@ -69,3 +70,27 @@ def test_work_that_nobody_sees_awake_is_counted(dropped: list[Any], monkeypatch:
     monkeypatch.setattr(settling, "_awake", lambda _: False)
     settle(set())
     assert all(result.is_ready() for result in dropped)
+
+
+def test_threads_that_always_work_a_little_end_the_wait(monkeypatch: pytest.MonkeyPatch):
+    """Another library's, that are never seen awake: as they might, for moments."""
+    work = iter(range(10**6))
+    monkeypatch.setattr(settling, "_awake", lambda _: False)
+    monkeypatch.setattr(settling, "_work", lambda _: {1: next(work) * 10**9})
+    monkeypatch.setattr(settling, "_MOST_DOUBTS", 5)
+    began = time.perf_counter()
+    assert settling._sleeping(set()) - began < 0.1  # when they were first asleep, not when that was believed
+    assert next(work) == 10
+
+
+def test_a_thread_that_threading_did_not_make_does_not_wait_for_itself():
+    found: list[set[int]] = []
+    ended = threading.Event()
+
+    def look():
+        found.append(settling._foreign() & {threading.get_native_id()})
+        ended.set()
+
+    _thread.start_new_thread(look, ())
+    assert ended.wait(60)
+    assert found == [set()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 import sys
 import traceback
 from typing import NoReturn
@@ -38,7 +39,7 @@ _LONGEST = 120
 def report_error(error: BaseException) -> int | None:
     """Print what there is to say; the exit code, or None for an error that Python is to report itself."""
     if isinstance(error, Terminated):
-        print("capibara: terminated", file=sys.stderr)
+        _say("terminated")
         return int(str(error.code))
     if isinstance(error, SystemExit):  # argparse, after it has printed what there is to say
         return error.code if isinstance(error.code, int) else 0 if error.code is None else 2
@@ -47,30 +48,49 @@ def report_error(error: BaseException) -> int | None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
     if isinstance(error, CapibaraError):
-        print(f"capibara: {error}", file=sys.stderr)
+        _say(str(error))
         return _FAILED if _may_pass(error) else _INVALID
     if isinstance(error, OSError) and (remedy := _remedy(error)):
-        if error.filename is None:  # of print; Python would fail once more when it flushes at exit
+        if error.filename is None:  # Python would fail once more when it flushes at exit
             with contextlib.suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"capibara: {_place(error)}: {error.strerror}; {remedy}", file=sys.stderr)
+        _say(f"{_place(error)}: {error.strerror}; {remedy}")
         return _INVALID if error.errno in _OF_PATHS else _FAILED
     if isinstance(error, KeyboardInterrupt):
-        print("capibara: interrupted", file=sys.stderr)
+        _say("interrupted")
         return INTERRUPTED
     return None
 
 
+def _say(words: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # where that fails too, the exit code is left
+        print(f"capibara: {words}", file=sys.stderr)
+
+
 def _remedy(error: OSError) -> str | None:
-    if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-        return None  # of a socket, or of another thing that is no file
+    if error.filename is None and not _of_the_output(error):
+        return None  # of a file, a socket …: where, only the traceback says
     return (_OF_PATHS | _OF_THE_MACHINE).get(error.errno or 0)
 
 
+def _of_the_output(error: OSError) -> bool:
+    """Whether it came from writing the standard output. What could not be written is there still, unless unbuffered."""
+    try:
+        sys.stdout.flush()
+        output = sys.stdout.fileno()
+        kind = os.fstat(output).st_mode
+        if stat.S_ISCHR(kind) and not os.isatty(output):
+            os.write(output, b"\n")  # /dev/full, or /dev/null
+    except (OSError, ValueError) as again:
+        return getattr(again, "errno", None) == error.errno
+    return stat.S_ISREG(kind) and os.statvfs(output).f_bavail == 0
+
+
 def _place(error: OSError) -> str:
-    if error.filename is None:
+    name = error.filename if error.filename2 is None else error.filename2  # of a renaming, where to
+    if name is None:
         return "the output"
-    name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else str(error.filename)
+    name = os.fsdecode(name) if isinstance(name, str | bytes) else str(name)
     return repr(name if len(name) <= _LONGEST else f"{name[:_LONGEST]}…")
 
 
@@ -84,11 +104,15 @@ def leave(error: BaseException) -> NoReturn:
     """End this process at once, with its temporary files removed: nothing that Python does at exit is waited for."""
     from capibara.files import remove_temporaries
 
-    if (code := report_error(error)) is None:
-        traceback.print_exception(error)
-        code = 1
-    remove_temporaries()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
+    code = _FAILED
+    try:
+        if (reported := report_error(error)) is None:
+            traceback.print_exception(error)
+        else:
+            code = reported
+        remove_temporaries()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+    finally:
+        os._exit(code)

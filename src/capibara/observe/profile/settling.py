@@ -16,6 +16,8 @@ _RESTLESS = 10.0
 _LONGEST_WAIT = 15.0
 # Share of the time for which threads that are asleep may have been at work: some wake up now and then.
 _AT_REST = 0.25
+# Times that threads which were seen asleep may have worked more than that, until they are taken for another library's.
+_MOST_DOUBTS = 100
 
 
 class Settled(NamedTuple):
@@ -81,48 +83,65 @@ def _sleeping(restless: set[int], quiet: int = 10) -> float:
     one is XLA's after all, its last operations are missing in the trace, and that is refused. Where another thread
     gives XLA work all the time there is no end to wait for: after ``_LONGEST_WAIT`` seconds, that is now.
     """
-    # XLA's threads that call Python become Python's dummies, and are waited for as the others.
-    own = {
-        thread.native_id for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)
-    }
     began = since = time.perf_counter()
     always: set[int] | None = None
-    seen, at_rest = 0, 0.0
-    while seen < quiet:
+    seen, doubts = 0, 0
+    doubted: float | None = None
+    at_rest: dict[int, int] = {}
+    looked = began
+    while True:
         now = time.perf_counter()
         if now - began > _LONGEST_WAIT:
             return now
-        tasks = (int(path.name) for path in Path("/proc/self/task").glob("*"))
-        threads = {number for number in tasks if number not in own and number not in restless}
+        threads = _foreign() - restless
         if not threads:
             return since
         awake = {number for number in threads if _awake(Path(f"/proc/self/task/{number}/stat"))}
         always = awake if always is None else always & awake
         if awake:
-            since, seen = time.perf_counter(), 0
+            since, seen, doubted = time.perf_counter(), 0, None
         else:
             seen += 1
         if seen == 1:
-            at_rest = _work(threads)
-        elif seen == quiet and _work(threads) - at_rest > _AT_REST * (time.perf_counter() - since):
+            at_rest, looked = _work(threads), time.perf_counter()
+        elif seen >= quiet:
+            if _share(at_rest, _work(threads), time.perf_counter() - looked) <= _AT_REST:
+                return since
             # They are looked at one after the other: work that goes from thread to thread can be where nobody looks.
+            # It is seen awake sooner or later; another library's threads that work for moments may never be.
+            doubts, doubted = doubts + 1, since if doubted is None else doubted
+            if doubts == _MOST_DOUBTS:
+                return doubted
             since, seen = time.perf_counter(), 0
         if always and now - began > _RESTLESS:
             restless |= always
             # It was they who were awake all the time: nothing is known of the others yet but what comes.
             since, seen, always = began, 0, set()
         time.sleep(0.0005)
-    return since
 
 
-def _work(threads: set[int]) -> float:
-    """Seconds for which threads have run or waited for a processor; 0 where the kernel does not count them."""
-    total = 0
+def _foreign() -> set[int]:
+    """The threads that are not Python's. XLA's that call Python become its dummies, and are none of its own."""
+    own = {
+        thread.native_id for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)
+    }
+    own.add(threading.get_native_id())
+    return {int(path.name) for path in Path("/proc/self/task").glob("*")} - own
+
+
+def _work(threads: set[int]) -> dict[int, int]:
+    """Nanoseconds for which each thread has run or waited for a processor; empty where the kernel does not count."""
+    found = {}
     for number in threads:
         with contextlib.suppress(OSError, ValueError):
             ran, waited, _ = Path(f"/proc/self/task/{number}/schedstat").read_text().split()
-            total += int(ran) + int(waited)
-    return total / 1e9
+            found[number] = int(ran) + int(waited)
+    return found
+
+
+def _share(before: dict[int, int], after: dict[int, int], seconds: float) -> float:
+    """Of a time, the part for which threads worked; those that ended meanwhile are not counted."""
+    return sum(done - before.get(number, 0) for number, done in after.items()) / 1e9 / seconds
 
 
 def _awake(stat: Path) -> bool:
