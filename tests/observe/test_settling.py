@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import _thread
 import hashlib
+import shutil
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from other_process import run_apart
 
-from capibara.observe.profile import settling
+from capibara.observe.profile import TpuPerformanceProfiler, settling
 from capibara.observe.profile.settling import settle
+
+pytestmark = pytest.mark.usefixtures("without_the_persistent_cache")
 
 
 def products(x, n):
@@ -22,7 +27,7 @@ def products(x, n):
 
 @pytest.fixture
 def dropped(monkeypatch: pytest.MonkeyPatch):
-    """Results that JAX no longer finds among its arrays; returned to be asked afterwards."""
+    """Results that JAX no longer finds among its arrays, as dropped ones; returned to be asked afterwards."""
     compiled, x = jax.jit(products), jnp.ones((256, 256))
     compiled(x, 1).block_until_ready()
     monkeypatch.setattr(jax, "live_arrays", list)
@@ -30,7 +35,6 @@ def dropped(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_dropped_results_are_there(dropped: list[Any]):
-    assert not dropped[-1].is_ready()
     settle(set())
     assert all(result.is_ready() for result in dropped)
 
@@ -58,7 +62,7 @@ def test_threads_that_call_python_are_waited_for(known: bool):
         ended.append(True)
 
     _thread.start_new_thread(work, ())
-    began.wait()
+    assert began.wait(60)
     settle(set())
     assert ended
 
@@ -68,19 +72,24 @@ def test_work_that_nobody_sees_awake_is_counted(dropped: list[Any], monkeypatch:
     if not settling._work({threading.get_native_id()}):
         pytest.skip("this kernel does not count the time of threads")
     monkeypatch.setattr(settling, "_awake", lambda _: False)
+    monkeypatch.setattr(settling, "_MOST_DOUBTS", 10**6)
     settle(set())
     assert all(result.is_ready() for result in dropped)
 
 
 def test_threads_that_always_work_a_little_end_the_wait(monkeypatch: pytest.MonkeyPatch):
     """Another library's, that are never seen awake: as they might, for moments."""
-    work = iter(range(10**6))
+    looks: list[float] = []
+
+    def work(_: set[int]) -> dict[int, int]:
+        looks.append(time.perf_counter())
+        return {1: len(looks) * 10**12}
+
     monkeypatch.setattr(settling, "_awake", lambda _: False)
-    monkeypatch.setattr(settling, "_work", lambda _: {1: next(work) * 10**9})
+    monkeypatch.setattr(settling, "_work", work)
     monkeypatch.setattr(settling, "_MOST_DOUBTS", 5)
-    began = time.perf_counter()
-    assert settling._sleeping(set()) - began < 0.1  # when they were first asleep, not when that was believed
-    assert next(work) == 10
+    assert settling._sleeping(set()) < looks[0]  # when they were first asleep, not when that was believed
+    assert len(looks) == 10
 
 
 def test_a_thread_that_threading_did_not_make_does_not_wait_for_itself():
@@ -94,3 +103,60 @@ def test_a_thread_that_threading_did_not_make_does_not_wait_for_itself():
     _thread.start_new_thread(look, ())
     assert ended.wait(60)
     assert found == [set()]
+
+
+def test_results_that_are_dropped_are_waited_for():
+    compiled = jax.jit(products)
+    x = jnp.ones((256, 256))
+    compiled(x, 40).block_until_ready()
+    profiler = TpuPerformanceProfiler()
+    with profiler.profile_context("dropped"):
+        for _ in range(4):
+            compiled(x, 40)
+    assert profiler.profile().flops == 4 * 40 * 2 * 256**3
+
+
+def test_work_of_before_is_not_counted():
+    compiled = jax.jit(products)
+    x = jnp.ones((256, 256))
+    compiled(x, 1).block_until_ready()
+    profiler = TpuPerformanceProfiler()
+    for _ in range(4):
+        compiled(x, 100)
+    with profiler.profile_context("after"):
+        compiled(x, 1).block_until_ready()
+    assert profiler.profile().flops == 2 * 256**3
+
+
+SPINNING = r"""
+import ctypes, json, pathlib, subprocess, sys, time, warnings
+warnings.simplefilter("error")
+folder = pathlib.Path(sys.argv[1])
+(folder / "spin.c").write_text(
+    "#include <pthread.h>\n"
+    "static void* spin(void* a) { volatile long x = 0; for (;;) ++x; return a; }\n"
+    "void begin(void) { pthread_t t; pthread_create(&t, 0, spin, 0); }\n"
+)
+subprocess.run(["cc", "-shared", "-fPIC", "-pthread", "-o", folder / "spin.so", folder / "spin.c"], check=True)
+import jax, jax.numpy as jnp
+from capibara.observe.profile import TpuPerformanceProfiler
+from capibara.observe.profile import settling
+settling._RESTLESS = 0.5
+square = jax.jit(lambda x: x @ x)
+x = jnp.ones((64, 64))
+square(x).block_until_ready()
+ctypes.CDLL(str(folder / "spin.so")).begin()
+profiler = TpuPerformanceProfiler()
+with profiler.profile_context("spinning"):
+    square(x).block_until_ready()
+    time.sleep(0.2)
+found = profiler.profile()
+print("RESULT", json.dumps([found.flops, found.wall_seconds]))
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_a_thread_that_never_sleeps_is_not_waited_for(tmp_path: Path):
+    flops, wall = run_apart(SPINNING, str(tmp_path))
+    assert flops == 2 * 64**3
+    assert 0.2 <= wall < 0.5

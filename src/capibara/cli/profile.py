@@ -71,11 +71,13 @@ def run(args: argparse.Namespace) -> int:
     if what[0] == "diff":
         return _diff(args, plan)
     for option, path in (("--plot", args.plot), ("--html", args.html)):
-        # Known before a program runs for hours.
-        above = Path(os.path.realpath(path or "")).parent
-        if path is not None and not (above.is_dir() and os.access(above, os.W_OK)):
+        if path is None:
+            continue
+        # Known before a program runs for hours. A link that leads to itself is replaced.
+        above = Path(os.path.realpath(path)).parent
+        if not (above.is_dir() and os.access(above, os.W_OK)):
             raise ConfigError(f"{option}: the folder of {path!r} is missing, or cannot be written to")
-        if path is not None and Path(path).is_dir():
+        if Path(path).is_dir():
             raise ConfigError(f"{option}: got the folder {path!r}, expected the name of a file")
     if what[0] == "show":
         if len(what) != 2:

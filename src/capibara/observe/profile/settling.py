@@ -14,9 +14,9 @@ __all__ = ["Settled", "settle"]
 _RESTLESS = 10.0
 # And for which threads are waited for at all.
 _LONGEST_WAIT = 15.0
-# Share of the time for which threads that are asleep may have been at work: some wake up now and then.
+# Share of the time for which threads that are seen asleep may work: some wake up now and then.
 _AT_REST = 0.25
-# Times that threads which were seen asleep may have worked more than that, until they are taken for another library's.
+# Times that they may have worked more, until they are taken for another library's; one takes about 15 ms.
 _MOST_DOUBTS = 100
 
 
@@ -78,10 +78,15 @@ def _wait(restless: set[int]) -> Settled:
 def _sleeping(restless: set[int], quiet: int = 10) -> float:
     """Wait until threads that are not Python's are seen asleep ``quiet`` times in a row; when they were first.
 
-    XLA's have no names of their own, and it makes more of them as it needs them. Those that never sleep for
-    ``_RESTLESS`` seconds are other libraries', which spin: they become part of ``restless``, and are not waited for. If
-    one is XLA's after all, its last operations are missing in the trace, and that is refused. Where another thread
-    gives XLA work all the time there is no end to wait for: after ``_LONGEST_WAIT`` seconds, that is now.
+    XLA's have no names of their own, and it makes more of them as it needs them. They are looked at one after the
+    other, and work can go from one to another in between: they must not have worked more than ``_AT_REST`` of the time
+    meanwhile.
+
+    Other libraries' threads would be waited for as well. Those that never sleep for ``_RESTLESS`` seconds become part
+    of ``restless``. Those that always work for moments are let be after ``_MOST_DOUBTS`` such times: XLA's are seen
+    awake sooner. If they are XLA's after all, its last operations are missing in the trace, and that is refused. Where
+    another thread gives XLA work all the time there is no end to wait for: after ``_LONGEST_WAIT`` seconds, that is
+    now.
     """
     began = since = time.perf_counter()
     always: set[int] | None = None
@@ -107,8 +112,6 @@ def _sleeping(restless: set[int], quiet: int = 10) -> float:
         elif seen >= quiet:
             if _share(at_rest, _work(threads), time.perf_counter() - looked) <= _AT_REST:
                 return since
-            # They are looked at one after the other: work that goes from thread to thread can be where nobody looks.
-            # It is seen awake sooner or later; another library's threads that work for moments may never be.
             doubts, doubted = doubts + 1, since if doubted is None else doubted
             if doubts == _MOST_DOUBTS:
                 return doubted
