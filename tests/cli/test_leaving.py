@@ -100,3 +100,16 @@ def test_the_machine_may_be_better_next_time(code: int, capsys: pytest.CaptureFi
 )
 def test_faults_of_the_program_keep_their_traceback(error: OSError):
     assert report_error(error) is None
+
+
+@pytest.mark.parametrize(("arguments", "code"), [("--version", 0), ("nothing", 2)])
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_outputs_that_are_closed(arguments: str, code: int, closed: str):
+    """The exit code is that of the verb, and what is said of an error is not printed among results."""
+    command = f'"{sys.executable}" -m capibara {arguments} {closed}'
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120)
+    assert done.returncode == code
+    assert done.stdout.startswith("capibara ") == (code == 0 and not closed.startswith(">"))
+    assert ("there is no verb" in done.stderr) == (code == 2 and closed == ">&-")
+    assert "Traceback" not in done.stderr
+    assert "no verb" not in done.stdout

@@ -87,9 +87,8 @@ def test_threads_that_always_work_a_little_end_the_wait(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(settling, "_awake", lambda _: False)
     monkeypatch.setattr(settling, "_work", work)
-    monkeypatch.setattr(settling, "_MOST_DOUBTS", 5)
     assert settling._sleeping(set()) < looks[0]  # when they were first asleep, not when that was believed
-    assert len(looks) == 10
+    assert len(looks) == 2 * settling._MOST_DOUBTS
 
 
 def test_a_thread_that_threading_did_not_make_does_not_wait_for_itself():

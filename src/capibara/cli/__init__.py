@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import os
 import sys
 import threading
 from collections.abc import Sequence
@@ -144,6 +145,13 @@ def _is_waited_for() -> bool:
     return distributed is not None and distributed.is_initialized()
 
 
+def _open_outputs() -> None:
+    """What is printed where the caller closed an output goes nowhere, and its number is of no file that is opened."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
@@ -153,6 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
       The exit code.
     """
+    _open_outputs()
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv), own_process=argv is None)
         sys.stdout.flush()

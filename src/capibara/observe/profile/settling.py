@@ -16,8 +16,8 @@ _RESTLESS = 10.0
 _LONGEST_WAIT = 15.0
 # Share of the time for which threads that are seen asleep may work: some wake up now and then.
 _AT_REST = 0.25
-# Times that they may have worked more, until they are taken for another library's; one takes about 15 ms.
-_MOST_DOUBTS = 100
+# Times that they may have worked more, until they are taken for another library's.
+_MOST_DOUBTS = 2
 
 
 class Settled(NamedTuple):
