@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,9 +70,10 @@ print(round(float(x[0]), 4))
 }
 
 
-def capibara(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def capibara(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "capibara", "profile", *map(str, arguments)],
+        **options,
         capture_output=True,
         text=True,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
@@ -94,6 +96,37 @@ def test_a_remedy_is_tried(kind: str, tmp_path: Path):
     assert tried["gain"] == pytest.approx(1 - tried["after"] / tried["before"])
     if kind == "dispatch":
         assert tried["notes"] == ["update is under jax.jit"]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "file"])
+def test_each_run_reads_the_same_input(kind: str, tmp_path: Path):
+    """From where the file was, and though the program does not read to the end."""
+    path, text = tmp_path / "script.py", tmp_path / "input.txt"
+    path.write_text(
+        HEAD
+        + """
+import sys
+jax.config.update("jax_enable_x64", True)
+number = float(sys.stdin.readline())
+x = jnp.full((200, 200), number)
+for _ in range(30):
+    x = jax.jit(lambda x: jnp.tanh(x @ x / 200))(x)
+print("number", number)
+"""
+    )
+    text.write_text("not this line\n7\n" + "left over\n" * 10)
+    with text.open() as file:
+        file.readline()
+        os.lseek(file.fileno(), len("not this line\n"), os.SEEK_SET)
+        given: dict[str, Any] = (
+            {"stdin": file} if kind == "file" else {"input": text.read_text().partition("\n")[2]}
+        )
+        done = capibara("--apply", "--repeats", "1", "--json", "--", "python", path, **given)
+    assert done.returncode == 0, done.stderr
+    applied = json.loads(done.stdout)["applied"]
+    tried = [one for one in applied if not one["description"].startswith("not tried")]
+    assert tried
+    assert all(one["gain"] is not None and one["same_output"] for one in tried), applied
 
 
 def test_what_only_the_author_can_do(tmp_path: Path):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from capibara.errors import ConfigError
-from capibara.observe.profile.changes import Change, compile_with_jit, install, wrap
+from capibara.observe.profile.changes import Change, Jitted, compile_with_jit, install, jitted_functions, wrap
 
 
 def run(source: str, tmp_path: Path, *words: str) -> tuple[dict[str, Any], list[str]]:
@@ -88,14 +88,42 @@ def test_functions_under_jit(source: str, note: str, tmp_path: Path):
     assert len(names["kept"]) == len(plain["kept"])
 
 
+def test_what_works_is_known_the_next_time(tmp_path: Path):
+    """Functions are not called to find it out, and those of which one version fails stay as they are."""
+    source = HEAD + (
+        "def f(x, n):\n    kept2.__iadd__([1])\n    return jnp.tanh(x) * n\n"
+        "def make(fails):\n"
+        "    def g(x):\n        return jnp.tanh(x) if fails and x[0] > 0 else x\n"
+        "    return g\n"
+        "r = [f(jnp.ones(3), 2) for _ in range(3)], make(False)(jnp.ones(3)), make(True)(jnp.ones(3))\n"
+    )
+    path = tmp_path / "script.py"
+    path.write_text(source)
+    told: list[str] = []
+    names: dict[str, Any] = {"kept2": (calls := []), **wrap(lambda _: None, None, told.append)}
+    exec(compile_with_jit(path, [4, 8], lambda _: None), names)
+    assert len(calls) == 2  # without jit, and traced
+    known = jitted_functions(told)
+    assert known == (Jitted(3, (), ()),)
+    calls.clear()
+    again: dict[str, Any] = {"kept2": calls, **wrap(lambda _: None, known)}
+    exec(compile_with_jit(path, [4, 8], lambda _: None), again)
+    assert len(calls) == 1  # traced
+    for mine, theirs in zip(jax.tree.leaves(names["r"]), jax.tree.leaves(again["r"]), strict=True):
+        assert jnp.allclose(mine, theirs)
+    for text in ("", "{}", '{"line": 1}', '{"line": 1, "how": {"line": 1}}', '{"line": [], "how": null}'):
+        with pytest.raises(ConfigError, match=r"which wrap\(\) did not write"):
+            jitted_functions([text])
+
+
 def test_a_change_as_text():
-    change = Change("jit", (3, 7))
-    assert Change.from_json(change.to_json()) == change
+    for change in (Change("jit", (3, 7)), Change("jit", (3,), (Jitted(3, (1,), ("n",)),))):
+        assert Change.from_json(change.to_json()) == change
     for text in ("", "[]", "{}", '{"kind": "jit", "lines": ["x"]}', '{"kind": "jit"}'):
         with pytest.raises(ConfigError, match=r"which Change\.to_json"):
             Change.from_json(text)
     with pytest.raises(ConfigError, match="expected one of x64_off"):
-        Change.from_json('{"kind": "rm", "lines": []}')
+        Change.from_json('{"kind": "rm", "lines": [], "jitted": null}')
 
 
 def test_one_function_is_jitted_once(monkeypatch: pytest.MonkeyPatch):

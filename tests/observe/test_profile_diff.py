@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import linecache
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from capibara.observe.profile.arguments import (
     program_arguments,
     unpack_arguments,
 )
+from capibara.observe.profile.lines import edited_lines, same_lines
 
 pytestmark = pytest.mark.usefixtures("without_the_persistent_cache")
 
@@ -491,14 +493,99 @@ def test_a_line_that_moved_is_the_same_line():
     after = profile_of(*(replace(ONE, source=source, seconds=0.9) for source in new), lines=new)
     found = {change.place: (change.before, change.after) for change in diff_profiles(before, after).changes}
     spent, later = ONE.seconds / 2, 0.45
-    assert found == {
-        "/two/m.py:5": (spent, later),
-        "/two/m.py:6": (spent, later),
-        "/one/m.py:9": (spent, 0.0),
-        "/two/m.py:10": (0.0, later),
-    }
+    assert found == {f"/two/m.py:{number}": (spent, later) for number in (5, 6, 10)}
+    edited = {change.place: change.was for change in diff_profiles(before, after).changes if change.was}
+    assert edited == {"/two/m.py:10": "/one/m.py:9"}
+    assert "/two/m.py:10 (edited)" in str(diff_profiles(before, after))
     # A profile of an earlier version has no texts: then only the same place is the same.
     assert len(diff_profiles(replace(before, lines={}), after).changes) == 6
+
+
+def test_lines_that_were_edited_are_found_between_their_neighbours():
+    old = {
+        "m.py:1": "x = norm(x)",
+        "m.py:2": "y = jnp.sin(x) @ w",
+        "m.py:3": "y = y + bias",
+        "m.py:4": "return y.sum()",
+    }
+    new = {
+        "m.py:1": "x = norm(x)",
+        "m.py:2": "y = jnp.sin(jnp.cos(x)) @ w",
+        "m.py:3": "q = attention(k, v)",
+        "m.py:7": "return y.sum()",
+    }
+    found = edited_lines(same_lines(old), same_lines(new))
+    assert {line.text: after.text for line, after in found.items()} == {
+        "y = jnp.sin(x) @ w": "y = jnp.sin(jnp.cos(x)) @ w"
+    }
+    # Another file's lines are not these.
+    elsewhere = {place.replace("m.py", "n.py"): text for place, text in new.items()}
+    assert not edited_lines(same_lines(old), same_lines(elsewhere))
+
+
+@given(
+    st.lists(st.sampled_from(["a = b", "a = b + c", "return a", "x = f(x)", "for i in x:"]), max_size=8),
+    st.lists(st.sampled_from(["a = b", "a = b * c", "return b", "x = f(x)", "while x:"]), max_size=8),
+)
+def test_each_line_becomes_at_most_one_other(first: list[str], second: list[str]):
+    old = same_lines({f"m.py:{number}": text for number, text in enumerate(first, 1)})
+    new = same_lines({f"m.py:{number}": text for number, text in enumerate(second, 1)})
+    found = edited_lines(old, new)
+    assert set(found) <= set(old.values()) - set(new.values())
+    assert set(found.values()) <= set(new.values()) - set(old.values())
+    assert len(set(found.values())) == len(found)
+
+
+def test_an_operation_of_several_lines_is_divided_between_them(tmp_path: Path):
+    """XLA makes one loop of a cosine and sums; a second cosine is that line's, and more work though as many bytes."""
+
+    def run(first: str) -> Profile:
+        text = (
+            f"import jax.numpy as jnp\ndef step(x):\n    y = {first}\n    z = y + 1\n    return z * z + y\n"
+        )
+        (tmp_path / "model.py").write_text(text)
+        linecache.checkcache()
+        names: dict[str, Any] = {}
+        exec(compile(text, str(tmp_path / "model.py"), "exec"), names)
+        return profiled(lambda: jax.jit(names["step"])(jnp.ones((256, 256))))
+
+    before, after = run("jnp.cos(x)"), run("jnp.cos(jnp.cos(x))")
+    elements = 256 * 256
+    (fusion,) = [one for one in before.operations if one.program == "jit_step" and one.parts]
+    assert {source.rpartition(":")[2] for source, _ in fusion.parts} == {"3", "4", "5"}
+    assert sum(share for _, share in fusion.parts) == pytest.approx(1)
+    assert fusion.elementwise == 13 * elements  # a function is 10, an addition and a product one
+    assert fusion.source.endswith("model.py:3")
+    assert Profile.from_json(before.to_json()) == before
+    # By times that say it took twice as long, whatever they were here.
+    lines = {
+        change.place.rpartition(":")[2]: change
+        for change in diff_profiles(timed(before, 1.0), timed(after, 2.0)).changes
+        if "model.py" in change.place
+    }
+    assert lines["3"].was == lines["3"].place
+    assert lines["3"].seconds == pytest.approx(20 / 23 * 2 - 10 / 13)
+    assert (lines["3"].elementwise_before, lines["3"].elementwise_after) == (10 * elements, 20 * elements)
+    assert lines["3"].cause == "more work"
+    assert "655,360 → 1,310,720 operations on elements: more work" in str(
+        diff_profiles(timed(before, 1.0), timed(after, 2.0))
+    )
+
+
+def timed(profile: Profile, seconds: float) -> Profile:
+    """A profile whose fusions took a time that is given."""
+    return replace(
+        profile,
+        operations=tuple(replace(one, seconds=seconds if one.parts else 0.0) for one in profile.operations),
+    )
+
+
+@pytest.mark.parametrize("parts", [[["a.py:1", 2.0]], [["a\x1b.py:1", 0.5]], [[1, 0.5]], [["a.py:1"]], 3])
+def test_parts_with_nonsense_are_refused(parts: Any):
+    data = json.loads(profile_of(ONE).to_json())
+    data["operations"][0]["parts"] = parts
+    with pytest.raises(ProfileError):
+        Profile.from_json(json.dumps(data))
 
 
 def test_a_product_has_the_place_where_it_is_written(tmp_path: Path):

@@ -233,3 +233,42 @@ def test_sums_that_are_no_product():
     """A sum of its own, and the second part of a product that was cut along its contracted side."""
     assert read_operations(SUMMED.replace("dot_general", "reduce_sum"))[0].flops == 0
     assert read_operations(SUMMED.replace("multiply(%wide, %w)", "copy(%w)"))[0].flops == 0
+
+
+FUSED = """HloModule m, is_scheduled=true
+
+%inner (p: f32[8,16], q: f32[16,4]) -> f32[4] {
+  %p = f32[8,16]{1,0} parameter(0)
+  %q = f32[16,4]{1,0} parameter(1)
+  %e = f32[8,16]{1,0} exponential(%p), metadata={op_name="a" stack_frame_id=3}
+  %d = f32[8,4]{1,0} dot(%e, %q), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={stack_frame_id=1}
+  %t = f32[8,4]{0,1} transpose(%d), dimensions={1,0}, metadata={stack_frame_id=2}
+  %z = f32[] constant(0)
+  ROOT %r = f32[4]{0} reduce(%t, %z), dimensions={0}, to_apply=%sum, metadata={source_file="a.py" source_line=7}
+}
+
+%plain (p: f32[8,16]) -> f32[8,16] {
+  %p = f32[8,16]{1,0} parameter(0)
+  %a = f32[8,16]{1,0} add(%p, %p), metadata={stack_frame_id=5}
+  ROOT %s = f32[8,16]{1,0} rsqrt(%a), metadata={stack_frame_id=6}
+}
+
+ENTRY %main (x: f32[8,16], w: f32[16,4]) -> f32[4] {
+  %x = f32[8,16]{1,0} parameter(0)
+  %w = f32[16,4]{1,0} parameter(1)
+  %norm = f32[8,16]{1,0} fusion(%x), kind=kLoop, calls=%plain
+  ROOT %out = f32[4]{0} fusion(%norm, %w), kind=kOutput, calls=%inner
+}
+"""
+
+
+def test_work_by_the_place_that_it_comes_from():
+    """Of a fusion with a product its FLOPs, of another its elements: a root counts four, a function ten."""
+    found = {one.name: one for one in read_operations(FUSED)}
+    assert found["out"].elementwise == 10 * 8 * 16 + 8 * 4
+    assert found["out"].parts == (("1", 2 * 8 * 16 * 4),)
+    assert found["norm"].elementwise == (1 + 4) * 8 * 16
+    assert found["norm"].parts == (("6", 4 * 8 * 16), ("5", 8 * 16))
+    without = FUSED.replace("dot(%e, %q)", "slice(%e)")
+    out = {one.name: one for one in read_operations(without)}["out"]
+    assert out.parts == (("3", 10 * 8 * 16), ("a.py:7", 8 * 4))

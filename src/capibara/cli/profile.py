@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import subprocess
@@ -15,6 +16,7 @@ from capibara.cli._json import print_json
 
 if TYPE_CHECKING:
     from capibara.observe.bottlenecks.remedies import Tried
+    from capibara.observe.bottlenecks.repeated_input import RepeatedInput
     from capibara.observe.profile import PlannedStep, Profile
 
 HELP = """Profile a Python program that uses JAX, unchanged: 'capibara profile -- python script.py'. The profile begins
@@ -55,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Profile; return the exit code."""
     from capibara.errors import ConfigError
+    from capibara.observe.bottlenecks.repeated_input import RepeatedInput
     from capibara.observe.profile.capture import prepare_folder
     from capibara.observe.profile.run import RUN
 
@@ -84,17 +87,22 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"show: got {len(what) - 1} folders, expected one, which -o wrote")
         _write(_read(what[1]), args, plan)
         return 0
-    with tempfile.TemporaryDirectory(prefix="capibara-profile-") as temporary:
+    with (
+        tempfile.TemporaryDirectory(prefix="capibara-profile-") as temporary,
+        contextlib.ExitStack() as inputs,
+    ):
         folder = Path(os.path.realpath(args.output or temporary))
         written = folder / "profile.json"
         prepare_folder(folder)
         before = _version(written)
         python, arguments = _python(what)
         # What the program prints is not part of our output.
-        code = _ran([python, "-c", RUN, str(folder), *arguments], sys.stderr if args.json else None)
+        again = inputs.enter_context(RepeatedInput()) if args.apply else None
+        command = [python, "-c", RUN, str(folder), *arguments]
+        code = _ran(command, again and again.next(), sys.stderr if args.json else None)
         if _version(written) != before:  # not one of an earlier time
             profile = _read(folder)
-            tried = _tried([python, *arguments], profile, args) if args.apply and not code else None
+            tried = _tried([python, *arguments], profile, args, again) if again and not code else None
             _write(profile, args, plan, tried)
         elif code == 0:
             print("capibara profile: the program ended before its profile was written", file=sys.stderr)
@@ -111,12 +119,12 @@ def _version(path: Path) -> tuple[int, int] | None:
     return about.st_ino, about.st_mtime_ns
 
 
-def _ran(command: list[str], output: Any) -> int:
+def _ran(command: list[str], source: int | None, output: Any) -> int:
     """Run a command to its end; its exit code, or minus the signal that ended it."""
     from capibara.errors import ConfigError
 
     try:
-        process = subprocess.Popen(command, stdout=output)
+        process = subprocess.Popen(command, stdin=source, stdout=output)
     except OSError as error:
         raise ConfigError(f"COMMAND: {command[0]!r} cannot be run: {error}") from error
     while True:
@@ -131,14 +139,16 @@ def _ran(command: list[str], output: Any) -> int:
             raise
 
 
-def _tried(command: list[str], profile: Profile, args: argparse.Namespace) -> list[Tried]:
+def _tried(
+    command: list[str], profile: Profile, args: argparse.Namespace, again: RepeatedInput
+) -> list[Tried]:
     from capibara.observe.bottlenecks.remedies import try_remedies
 
     def progress(words: str) -> None:
         print(f"trying {words} ({args.repeats} times, and as often without) …", file=sys.stderr, flush=True)
 
     script = None if command[1] == "-m" else Path(command[1])
-    return try_remedies(command, script, profile, repeats=args.repeats, progress=progress)
+    return try_remedies(command, script, profile, repeats=args.repeats, progress=progress, stdin=again.next)
 
 
 def _python(command: list[str]) -> tuple[str, list[str]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from capibara.files import read_bounded
 from capibara.observe.bottlenecks.analysis import find_bottlenecks
 from capibara.observe.bottlenecks.finding import Bottleneck
 from capibara.observe.profile import Operation, Profile
-from capibara.observe.profile.changes import Change
-from capibara.observe.profile.run import NOTES, RUN
+from capibara.observe.profile.changes import Change, Jitted, jitted_functions
+from capibara.observe.profile.run import JITTED, NOTES, RUN
 
 __all__ = ["Remedy", "Tried", "choose_remedies", "try_remedies"]
 
@@ -124,7 +125,11 @@ def choose_remedies(
         lines = _eager_lines(profile, set(bottleneck.evidence.get("programs", ())), script)
         if lines:
             where = ", ".join(map(str, lines))
-            return [Remedy(f"the functions around lines {where} are under jax.jit", Change("jit", lines))]
+            return [
+                Remedy(
+                    f"the functions around lines {where} are under jax.jit", Change("jit", lines), before=True
+                )
+            ]
     return []
 
 
@@ -151,6 +156,7 @@ def try_remedies(
     *,
     repeats: int = 3,
     progress: Callable[[str], None] = lambda _: None,
+    stdin: Callable[[], int | None] = lambda: None,
 ) -> list[Tried]:
     """Run a script with and without each remedy, by turns, and compare the times of their profiled regions.
 
@@ -160,6 +166,7 @@ def try_remedies(
       profile: of it.
       repeats: runs on each side.
       progress: is told what is being done.
+      stdin: gives the standard input of the next run (:meth:`RepeatedInput.next`).
     """
     found: list[Tried] = []
     for bottleneck in find_bottlenecks(profile).bottlenecks:
@@ -171,7 +178,10 @@ def try_remedies(
             predicted = _of_what_is_compared(bottleneck, profile)
             for remedy in remedies:
                 progress(f"{bottleneck.kind}: {remedy.description}")
-                found.append(_measured(command, bottleneck, remedy, predicted, Path(temporary), repeats))
+                run = functools.partial(
+                    _run, command, stdin, Path(temporary), compiling=bottleneck.kind == "recompilation"
+                )
+                found.append(_measured(run, bottleneck, remedy, predicted, repeats))
     return found
 
 
@@ -191,6 +201,7 @@ class _Ran:
     seconds: float
     output: bytes
     notes: tuple[str, ...]
+    jitted: tuple[Jitted, ...]
 
 
 def _of_what_is_compared(bottleneck: Bottleneck, profile: Profile) -> float:
@@ -202,31 +213,31 @@ def _of_what_is_compared(bottleneck: Bottleneck, profile: Profile) -> float:
 
 
 def _measured(
-    command: Sequence[str],
+    run: Callable[[Remedy | None], _Ran],
     bottleneck: Bottleneck,
     remedy: Remedy,
     predicted: float,
-    folder: Path,
     repeats: int,
 ) -> Tried:
-    compiling = bottleneck.kind == "recompilation"
+    def untried(*notes: str) -> Tried:
+        return Tried(bottleneck.kind, f"tried: {remedy.description}", None, None, predicted, None, notes)
+
     sides: tuple[list[_Ran], list[_Ran]] = ([], [])
+    notes: tuple[str, ...] = ()
     try:
         if remedy.before:
-            _run(command, remedy, folder, compiling)
+            first = run(remedy)
+            notes = first.notes
+            if remedy.change is not None and remedy.change.kind == "jit":
+                if not first.jitted:
+                    return untried(*notes)
+                # What works is known now: the runs that are measured make no calls to find out.
+                remedy = replace(remedy, change=replace(remedy.change, jitted=first.jitted))
         for _ in range(repeats):
-            sides[0].append(_run(command, None, folder, compiling))
-            sides[1].append(_run(command, remedy, folder, compiling))
+            sides[0].append(run(None))
+            sides[1].append(run(remedy))
     except CapibaraError as error:
-        return Tried(
-            bottleneck.kind,
-            f"tried: {remedy.description}",
-            None,
-            None,
-            predicted,
-            None,
-            (str(error),),
-        )
+        return untried(str(error))
     before, after = (statistics.median(one.seconds for one in side) for side in sides)
     return Tried(
         bottleneck.kind,
@@ -235,17 +246,25 @@ def _measured(
         after,
         predicted,
         sides[0][-1].output == sides[1][-1].output,
-        sides[1][-1].notes,
+        tuple(dict.fromkeys((*notes, *sides[1][-1].notes))),
     )
 
 
-def _run(command: Sequence[str], remedy: Remedy | None, folder: Path, compiling: bool) -> _Ran:
+def _run(
+    command: Sequence[str],
+    stdin: Callable[[], int | None],
+    folder: Path,
+    remedy: Remedy | None,
+    *,
+    compiling: bool,
+) -> _Ran:
     python, *arguments = command
     with tempfile.TemporaryDirectory(dir=folder) as place:
         change = [] if remedy is None or remedy.change is None else [f"--change={remedy.change.to_json()}"]
         done = subprocess.run(
             [python, "-c", RUN, place, *change, *arguments],
             env={**os.environ, **({} if remedy is None else remedy.environment)},
+            stdin=stdin(),
             capture_output=True,
             check=False,
         )
@@ -254,11 +273,15 @@ def _run(command: Sequence[str], remedy: Remedy | None, folder: Path, compiling:
             last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
             raise CapibaraError(f"the program failed (exit code {done.returncode}): {last[:300]}")
         profile = Profile.from_json(read_bounded(written, _MOST_PROFILE).decode())
-        notes = Path(place) / NOTES
-        words = read_bounded(notes, _MOST_NOTES).decode(errors="replace") if notes.is_file() else ""
+        notes = _lines(Path(place) / NOTES)
+        jitted = jitted_functions(_lines(Path(place) / JITTED))
     seconds = profile.wall_seconds
     if not compiling:
         # What was compiled first was traced before the region began: of a short one too much would be taken away.
         rest = seconds - profile.compile_seconds - profile.tracing_seconds
         seconds = rest if rest > 0.05 * seconds else seconds
-    return _Ran(seconds, done.stdout, tuple(dict.fromkeys(words.splitlines())))
+    return _Ran(seconds, done.stdout, tuple(dict.fromkeys(notes)), jitted)
+
+
+def _lines(path: Path) -> list[str]:
+    return read_bounded(path, _MOST_NOTES).decode(errors="replace").splitlines() if path.is_file() else []

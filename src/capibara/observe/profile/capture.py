@@ -376,7 +376,11 @@ def _result(
         versions=machine_description(devices=False)["versions"],
         within_seconds=None if trace.within_ns is None else trace.within_ns / 1e9,
         timeline=trace.timeline,
-        lines=_texts_of_lines({one.source for one in operations} if what.kernels else set()),
+        lines=_texts_of_lines(
+            {source for one in operations for source, _ in (*one.parts, (one.source, 1))}
+            if what.kernels
+            else set()
+        ),
     )
     return profile, texts
 

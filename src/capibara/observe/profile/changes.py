@@ -11,7 +11,7 @@ import contextlib
 import functools
 import json
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,52 @@ from typing import Any
 from capibara.errors import ConfigError
 from capibara.files import read_bounded
 
-__all__ = ["KINDS", "Change", "compile_with_jit", "install"]
+__all__ = ["KINDS", "Change", "Jitted", "compile_with_jit", "install", "jitted_functions", "wrap"]
 
 KINDS = ("x64_off", "no_debug_callbacks", "jit_once", "jit")
 _MOST_SOURCE = 16 * 2**20
 # Calls that change something outside, or show something.
 _EFFECTS = {"print", "open", "input", "append", "extend", "write", "update", "add", "setdefault", "pop"}
+
+
+@dataclass(frozen=True)
+class Jitted:
+    """A function of the script of which it is known how it works under ``jax.jit``.
+
+    Attributes:
+      line: at which it begins.
+      static: places of arguments that are fixed (``static_argnums``). names: likewise, ``static_argnames``.
+    """
+
+    line: int
+    static: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+
+    @classmethod
+    def from_data(cls, data: Any) -> Jitted:
+        """From what JSON has of it; raises LookupError, TypeError or ValueError if it is something else."""
+        return cls(int(data["line"]), tuple(map(int, data["static"])), tuple(map(str, data["names"])))
+
+
+def jitted_functions(lines: Iterable[str]) -> tuple[Jitted, ...]:
+    """What :func:`wrap` has told of the functions of a script, each line one of its texts: those that always worked.
+
+    Raises:
+      ConfigError: it is something else.
+    """
+    found: dict[int, Jitted | None] = {}
+    for text in lines:
+        try:
+            data = json.loads(text)
+            line, how = int(data["line"]), data["how"]
+            # A function that is defined again closes over other values.
+            how = Jitted.from_data(how) if how is not None and found.get(line, 0) is not None else None
+        except (ValueError, LookupError, TypeError) as error:
+            raise ConfigError(
+                f"functions under jax.jit: got {text!r:.100}, which wrap() did not write"
+            ) from error
+        found[line] = how
+    return tuple(how for how in found.values() if how is not None)
 
 
 @dataclass(frozen=True)
@@ -37,10 +77,13 @@ class Change:
         jitted function for one function of the source with the same closure; ``"jit"`` puts functions under
         ``jax.jit``.
       lines: of the script; the functions that contain them are those for ``"jit"``.
+      jitted: functions of ``"jit"``, as :class:`Jitted` says of each what is known to work. With them no call is made
+        to find that out.
     """
 
     kind: str
     lines: tuple[int, ...] = ()
+    jitted: tuple[Jitted, ...] | None = None
 
     def to_json(self) -> str:
         """Text that :meth:`from_json` reads."""
@@ -55,7 +98,9 @@ class Change:
         """
         try:
             data = json.loads(text)
-            made = cls(data["kind"], tuple(map(int, data["lines"])))
+            known = data["jitted"]
+            jitted = None if known is None else tuple(map(Jitted.from_data, known))
+            made = cls(data["kind"], tuple(map(int, data["lines"])), jitted)
         except (ValueError, LookupError, TypeError) as error:
             raise ConfigError(f"change: got {text!r:.100}, which Change.to_json() did not write") from error
         if made.kind not in KINDS:
@@ -152,9 +197,7 @@ def _identity(value: Any) -> Any:
 
 
 def compile_with_jit(path: Path, lines: Sequence[int], note: Callable[[str], None]) -> types.CodeType:
-    """The code of a script in which the functions that contain ``lines`` are under ``jax.jit``.
-
-    Each is called once without and with it, and left as it was if that fails or gives other results.
+    """The code of a script in which the functions that contain ``lines`` have the decorator of :func:`wrap`.
 
     Args:
       path: the script. lines: numbers from 1 on.
@@ -182,8 +225,8 @@ def compile_with_jit(path: Path, lines: Sequence[int], note: Callable[[str], Non
             note(f"{function.name} was left as it is: it {reason}")
             continue
         # Outermost and innermost decorators see the same function as before.
-        place = ast.copy_location(ast.Name(_NAME, ast.Load()), function)
-        function.decorator_list.append(place)
+        place: ast.expr = ast.Call(ast.Name(_NAME, ast.Load()), [ast.Constant(function.lineno)], [])
+        function.decorator_list.append(ast.fix_missing_locations(ast.copy_location(place, function)))
     return compile(tree, str(path), "exec", dont_inherit=True)
 
 
@@ -228,24 +271,65 @@ def _is_update(called: ast.expr) -> bool:
     )
 
 
-def wrap(note: Callable[[str], None]) -> dict[str, Any]:
-    """The decorator that :func:`compile_with_jit` writes, under its name."""
+def wrap(
+    note: Callable[[str], None],
+    jitted: Sequence[Jitted] | None = None,
+    found: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """The decorator that :func:`compile_with_jit` writes, under its name.
 
-    def decorator(function: Callable[..., Any]) -> Callable[..., Any]:
-        return _Tried(function, note)
+    Args:
+      note: is told in words what became of each function.
+      jitted: the functions that are put under ``jax.jit``, as it is known to work. Without it each is called once
+        without and with it, and left as it was if that fails or gives other results.
+      found: is told what works, and what does not, in texts that :func:`jitted_functions` reads.
+    """
+
+    def decorator(line: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        if jitted is None:
+            return lambda function: _Tried(function, line, note, found)
+        known = next((one for one in jitted if one.line == line), None)
+        if known is None:
+            return lambda function: function
+        return lambda function: _Jitted(function, known)
 
     return {_NAME: decorator}
+
+
+class _Jitted:
+    """A function under ``jax.jit``."""
+
+    def __init__(self, function: Callable[..., Any], how: Jitted) -> None:
+        import jax
+
+        functools.update_wrapper(self, function)
+        self._function, self._how = function, how
+        self._jitted = jax.jit(function, static_argnums=how.static, static_argnames=how.names)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        # What was a plain value at the first call, and is an array now, cannot be fixed.
+        fixed = [arguments[place] for place in self._how.static if place < len(arguments)]
+        fixed += [named[name] for name in self._how.names if name in named]
+        call = self._jitted if all(map(_hashable, fixed)) else self._function
+        return call(*arguments, **named)
 
 
 class _Tried:
     """A function that is jitted if that works and gives the same."""
 
-    def __init__(self, function: Callable[..., Any], note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        line: int,
+        note: Callable[[str], None],
+        found: Callable[[str], None],
+    ) -> None:
         functools.update_wrapper(self, function)
-        self._function, self._note = function, note
+        self._function, self._line, self._note, self._found = function, line, note, found
         self._call: Callable[..., Any] | None = None
-        self._static: list[int] = []
-        self._static_names: list[str] = []
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -253,11 +337,7 @@ class _Tried:
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         if self._call is None:
             return self._first(arguments, named)
-        # What was a plain value at the first call, and is an array now, cannot be fixed.
-        fixed = [arguments[place] for place in self._static if place < len(arguments)]
-        fixed += [named[name] for name in self._static_names if name in named]
-        call = self._call if all(map(_hashable, fixed)) else self._function
-        return call(*arguments, **named)
+        return self._call(*arguments, **named)
 
     def _first(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         import jax
@@ -277,7 +357,8 @@ class _Tried:
                 or ((not jax.tree.leaves(one) or not _arrays(one)) and _hashable(one))
             ]
             names = [key for key, one in named.items() if isinstance(one, fixed) or not _arrays(one)]
-            jitted = jax.jit(self._function, static_argnums=static, static_argnames=names)
+            how = Jitted(self._line, tuple(static), tuple(names))
+            jitted = _Jitted(self._function, how)
             try:
                 other = jitted(*arguments, **named)
                 if not _same(result, other):
@@ -288,10 +369,12 @@ class _Tried:
                     f"does not work: {str(error).strip().splitlines()[0][:200] if str(error) else error!r}"
                 )
                 continue
-            self._call, self._static, self._static_names = jitted, static, names
+            self._call = jitted
+            self._found(json.dumps({"line": self._line, "how": asdict(how)}))
             self._note(f"{name} is under jax.jit")
             return result
         self._call = self._function
+        self._found(json.dumps({"line": self._line, "how": None}))
         self._note(f"{name} was left as it is: under jax.jit it {reason}")
         return result
 

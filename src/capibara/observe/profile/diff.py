@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from capibara.observe.profile.arguments import Recompiled, changes_between, nearest_changes, summarised
+from capibara.observe.profile.lines import Line, edited_lines, same_lines
 from capibara.observe.profile.planned import AgainstPlan, PlannedStep, compare_with_plan
 from capibara.observe.profile.result import Operation, Profile, ProgramRuns
 
 # Of a change of the time, the part that a change of the work must explain to be named as its cause.
 _EXPLAINS = 0.5
+# FLOPs of a product in the time of one operation on an element, about.
+_ELEMENT = 8
 
 __all__ = ["Change", "ProfileDiff", "diff_profiles"]
 
@@ -28,6 +31,9 @@ class Change:
       before: seconds on one device. after: likewise.
       count_before: operations. count_after: likewise.
       operations: names of the instructions.
+      flops_before: of matrix products and convolutions. flops_after: likewise.
+      elementwise_before: operations on elements (:attr:`Operation.elementwise`). elementwise_after: likewise.
+      was: the source line before, if it was edited; its operations before are that line's.
       floor_before: seconds that they could not go below (roofline: FLOPs at the device's peak, or bytes at its
         memory's bandwidth, whichever is longer); None if these are not known. floor_after: likewise. Caches of a CPU
         can be faster than that.
@@ -42,6 +48,11 @@ class Change:
     operations: tuple[str, ...]
     floor_before: float | None = None
     floor_after: float | None = None
+    flops_before: int = 0
+    flops_after: int = 0
+    elementwise_before: int = 0
+    elementwise_after: int = 0
+    was: str = ""
 
     @property
     def seconds(self) -> float:
@@ -54,22 +65,40 @@ class Change:
         empty if there is no change, or the work is not known."""
         if not self.before or not self.after:
             return "new" if self.after else "gone" if self.before else ""
-        if self.floor_before and self.floor_after:
-            work = self.floor_after / self.floor_before
-        elif (
-            self.floor_before is None
-            or self.floor_after is None
-            or not (self.count_before and self.count_after)
-        ):
-            return ""
-        else:
-            work = self.count_after / self.count_before
         times = math.log(self.after / self.before)
-        if not times:
+        works = [*self._bounds(), *self._elements()]
+        if not times or not works:
             return ""
-        if math.log(work) / times >= _EXPLAINS:
+        if any(math.log(work) / times >= _EXPLAINS for work in works):
             return "more work" if times > 0 else "less work"
         return "same work, slower" if times > 0 else "same work, faster"
+
+    def _bounds(self) -> list[float]:
+        """How many times what the roofline counts grew, if that is known."""
+        if self.floor_before and self.floor_after:
+            return [self.floor_after / self.floor_before]
+        known = self.floor_before is not None and self.floor_after is not None
+        return (
+            [self.count_after / self.count_before] if known and self.count_before and self.count_after else []
+        )
+
+    def _elements(self) -> list[float]:
+        """Likewise the work on elements, which bytes do not show: a logarithm moves as many as a sum."""
+        before, after = (
+            flops + _ELEMENT * elements
+            for flops, elements in (
+                (self.flops_before, self.elementwise_before),
+                (self.flops_after, self.elementwise_after),
+            )
+        )
+        known = self.floor_before is not None and self.floor_after is not None
+        return [after / before] if known and before and after else []
+
+    @property
+    def by_elements(self) -> bool:
+        """Whether it is not FLOPs and bytes whose growth explains that of the time."""
+        times = math.log(self.after / self.before) if self.before and self.after else 0.0
+        return bool(times) and not any(math.log(work) / times >= _EXPLAINS for work in self._bounds())
 
 
 @dataclass(frozen=True)
@@ -129,10 +158,11 @@ class ProfileDiff:
         if (more := len(self.recompiled) - _MOST_SHOWN) > 0:
             lines.append(f"  and {more} more programs")
         lines += [
-            f"  {one.seconds * 1e3:+9.2f} ms  {one.kind:<10} {one.place}  "
+            f"  {one.seconds * 1e3:+9.2f} ms  {one.kind:<10} {one.place}{' (edited)' if one.was else ''}  "
             f"({one.before * 1e3:.2f} → {one.after * 1e3:.2f} ms, {one.count_before:,} → {one.count_after:,} runs"
             f"{_floor(one)})"
             for one in self.changes[:10]
+            if abs(one.seconds) >= _LEAST_SHOWN * min(self.before, self.after)
         ]
         for word, plan in (("before", self.before_plan), ("after", self.after_plan)):
             if plan is not None:
@@ -141,13 +171,17 @@ class ProfileDiff:
 
 
 _MOST_SHOWN = 8
+# Of the time, what a change is at least.
+_LEAST_SHOWN = 1e-4
 
 
 def _floor(change: Change) -> str:
     if change.floor_before is None or change.floor_after is None:
         return ""
-    floors = f"; at best {change.floor_before * 1e3:.2f} → {change.floor_after * 1e3:.2f} ms"
-    return floors + (f": {change.cause}" if change.cause else "")
+    known = f"; at best {change.floor_before * 1e3:.2f} → {change.floor_after * 1e3:.2f} ms"
+    if change.cause in ("more work", "less work") and change.by_elements:
+        known = f"; {change.elementwise_before:,} → {change.elementwise_after:,} operations on elements"
+    return known + (f": {change.cause}" if change.cause else "")
 
 
 def diff_profiles(before: Profile, after: Profile, *, plan: PlannedStep | None = None) -> ProfileDiff:
@@ -155,6 +189,8 @@ def diff_profiles(before: Profile, after: Profile, *, plan: PlannedStep | None =
 
     Instructions have other names in another program, so they are compared by the line that they come from: its text and
     its file's name, whatever its number and folder are now, or, where XLA does not say it, the path in the JAX program.
+    A line that is alike and stands between the same neighbours is taken for the same, edited. The time of an operation
+    that XLA made of several lines is divided between them by their work.
 
     Args:
       before, after: the profiles.
@@ -164,8 +200,14 @@ def diff_profiles(before: Profile, after: Profile, *, plan: PlannedStep | None =
       ProfileError: with a plan, a profile has no program whose runs could be compared with it.
     """
     rates = _rates(before, after)
-    by_text = bool(before.lines and after.lines)
-    old, new = _places(before, by_text), _places(after, by_text)
+    old_lines, new_lines = (
+        (same_lines(before.lines), same_lines(after.lines)) if before.lines and after.lines else ({}, {})
+    )
+    edited = edited_lines(old_lines, new_lines)
+    old = _places(before, {source: edited.get(line, line) for source, line in old_lines.items()})
+    new = _places(after, new_lines)
+    places_before = {line: source for source, line in old_lines.items()}
+    was: dict[Line | str, str] = {line: places_before[earlier] for earlier, line in edited.items()}
     changes = []
     for key in {*old, *new}:
         mine, theirs = old[key], new[key]
@@ -180,6 +222,11 @@ def diff_profiles(before: Profile, after: Profile, *, plan: PlannedStep | None =
                 operations=tuple(sorted({one.name for one in (*mine, *theirs)})),
                 floor_before=_at_best(mine, before.devices, rates[0]),
                 floor_after=_at_best(theirs, after.devices, rates[1]),
+                flops_before=sum(one.flops for one in mine),
+                flops_after=sum(one.flops for one in theirs),
+                elementwise_before=sum(one.elementwise for one in mine),
+                elementwise_after=sum(one.elementwise for one in theirs),
+                was=was.get(key[1], ""),
             )
         )
     idle = None
@@ -202,26 +249,30 @@ def _place(one: Operation) -> str:
     return one.source or one.path or f"{one.program} {one.opcode}"
 
 
-def _places(profile: Profile, by_text: bool) -> defaultdict[tuple[str, ...], list[Operation]]:
-    same = _same_lines(profile) if by_text else {}
-    found: defaultdict[tuple[str, ...], list[Operation]] = defaultdict(list)
-    for one in profile.operations:
-        found[one.kind, *same.get(one.source, (_place(one),))].append(one)
+def _places(
+    profile: Profile, lines: Mapping[str, Line]
+) -> defaultdict[tuple[str, Line | str], list[Operation]]:
+    found: defaultdict[tuple[str, Line | str], list[Operation]] = defaultdict(list)
+    for whole in profile.operations:
+        for one in _by_line(whole):
+            found[one.kind, lines.get(one.source, _place(one))].append(one)
     return found
 
 
-def _same_lines(profile: Profile) -> dict[str, tuple[str, ...]]:
-    """Of each source line what it shares with the same one of another version: file, text, and which of those it is."""
-    alike: defaultdict[tuple[str, str], list[tuple[str, int, str]]] = defaultdict(list)
-    for source, text in profile.lines.items():
-        file, _, number = source.rpartition(":")
-        if text and number.isdecimal():
-            alike[file.replace("\\", "/").rpartition("/")[2], text].append((file, int(number), source))
-    return {
-        source: (*key, str(place))
-        for key, sources in alike.items()
-        for place, (_, _, source) in enumerate(sorted(sources))
-    }
+def _by_line(one: Operation) -> list[Operation]:
+    """An operation of several lines as one of each."""
+    return [
+        replace(
+            one,
+            source=source,
+            seconds=one.seconds * share,
+            flops=round(one.flops * share),
+            bytes=round(one.bytes * share),
+            elementwise=round(one.elementwise * share),
+            parts=(),
+        )
+        for source, share in one.parts
+    ] or [one]
 
 
 def _spent(operations: Iterable[Operation], devices: int) -> float:

@@ -202,6 +202,8 @@ def count_operations(
                     reread=about.reread * count,
                     tiled_flops=about.tiled_flops * count,
                     products=about.products * count,
+                    elementwise=about.elementwise * count,
+                    parts=program.parts.get(name, ()),
                 )
             )
         mine += [

@@ -10,7 +10,9 @@ import contextlib
 import re
 import threading
 import time
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from capibara.compilation.counting import COMPILED
@@ -25,11 +27,8 @@ _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) function_name_id=\d+ line=(
 _FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+)", re.MULTILINE)
 _FILE = re.compile(r'^(\d+) "((?:[^"\\]|\\.)*)"', re.MULTILINE)
 _PLACED = re.compile(r"^\s+(?:ROOT )?%?([^\s%=(]+) = .*?\bstack_frame_id=(\d+)", re.MULTILINE)
-_COMPUTATION = re.compile(r"^%?([^\s%(]+) \(.*\{\s*$")
-_PRODUCT = re.compile(r"^\s+(?:ROOT )?%?([^\s%=(]+) = [^=]*? (?:dot|convolution)\(")
-_FUSED = re.compile(
-    r"^\s+(?:ROOT )?%?([^\s%=(]+) = [^\n]*? fusion\([^\n]*?\bcalls=%?([\w.\-]+)", re.MULTILINE
-)
+# An operation's lines that are told apart, and the least share of its work that one has.
+_MOST_PARTS, _LEAST_PART = 16, 0.01
 _OLD_PLACED = re.compile(
     r'^\s+(?:ROOT )?%?([^\s%=(]+) = .*?source_file="([^"]*)".*?source_line=(\d+)', re.MULTILINE
 )
@@ -39,7 +38,8 @@ _OLD_PLACED = re.compile(
 class KnownProgram:
     """A program: its text, what can run in it by name, the source lines of these, and temporary bytes of one run.
 
-    ``call`` is what it was compiled for, if that was within the region.
+    ``call`` is what it was compiled for, if that was within the region; ``parts`` are the lines, with the share of each
+    in the work, of operations that have more than one.
     """
 
     name: str
@@ -48,6 +48,7 @@ class KnownProgram:
     sources: dict[str, str]
     temporary_bytes: int | None
     call: Call | None = None
+    parts: Mapping[str, tuple[tuple[str, float], ...]] = field(default_factory=dict)
 
 
 class Held(NamedTuple):
@@ -163,11 +164,28 @@ def known_program(text: str, temporary_bytes: int | None = None, call: Call | No
     """
     name = text.split(",", 1)[0].removeprefix("HloModule ").strip()
     found = {one.name: one for one in read_operations(text)}
-    return KnownProgram(name, text, found, _sources(text), temporary_bytes, call)
+    frames = _frames(text)
+    parts = {one.name: named for one in found.values() if (named := _shares(one, frames))}
+    # What XLA puts together has the place of its last operation: where most of the work comes from says more.
+    sources = {**_sources(text, frames), **{name: shares[0][0] for name, shares in parts.items()}}
+    divided = {name: shares for name, shares in parts.items() if len(shares) > 1}
+    return KnownProgram(name, text, found, sources, temporary_bytes, call, divided)
 
 
-def _sources(text: str) -> dict[str, str]:
-    """``file.py:line`` of each instruction: where in the user's program it was traced."""
+def _shares(one: OperationFacts, frames: dict[str, str]) -> tuple[tuple[str, float], ...]:
+    """The source lines that an operation's work comes from and the share of each, most first."""
+    works: Counter[str] = Counter()
+    for place, work in one.parts:
+        works[frames.get(place, "") if place.isdecimal() else place] += work
+    works.pop("", None)
+    whole = works.total()
+    kept = [(source, work) for source, work in works.most_common(_MOST_PARTS) if work >= _LEAST_PART * whole]
+    whole = sum(work for _, work in kept)
+    return tuple((source, work / whole) for source, work in kept)
+
+
+def _frames(text: str) -> dict[str, str]:
+    """``file.py:line`` of each stack frame in a program's tables: where in the user's program something was traced."""
     head = text.split("\n%", 1)[0]
     head = head.split("\nENTRY", 1)[0]
     parts = {}
@@ -179,18 +197,11 @@ def _sources(text: str) -> dict[str, str]:
         number: f"{files.get(file, '')}:{line}"
         for number, file, line in _LOCATION.findall(parts["FileLocations"])
     }
-    frames = {number: lines.get(place, "") for number, place in _FRAME.findall(parts["StackFrames"])}
+    return {number: lines.get(place, "") for number, place in _FRAME.findall(parts["StackFrames"])}
+
+
+def _sources(text: str, frames: dict[str, str]) -> dict[str, str]:
+    """``file.py:line`` of each instruction."""
     found = {name: f"{file}:{line}" for name, file, line in _OLD_PLACED.findall(text)}
     found.update({name: frames.get(frame, "") for name, frame in _PLACED.findall(text)})
-    # What XLA puts together has the place of its last operation: that of its product, which takes the time, says more.
-    products: dict[str, str] = {}
-    within = ""
-    for line in text.split("\n"):
-        if begins := _COMPUTATION.match(line):
-            within = begins[1]
-        elif (product := _PRODUCT.match(line)) and found.get(product[1]):
-            products.setdefault(within, found[product[1]])
-    for name, called in _FUSED.findall(text):
-        if called in products:
-            found[name] = products[called]
     return found

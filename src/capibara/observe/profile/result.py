@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from capibara.observe.errors import ProfileError
@@ -26,6 +26,7 @@ __all__ = ["KINDS", "Operation", "Profile", "ProgramRuns", "seconds_text"]
 KINDS = ("compute", "kernel", "copy", "collective")
 
 _FORMAT = 1
+_MOST_PARTS = 64
 _MOST_BYTES = 512 * 2**20
 
 
@@ -39,7 +40,8 @@ class Operation:
       kind: ``"compute"``, ``"collective"``, ``"copy"``, or ``"kernel"`` for code that XLA did not generate.
       opcode: what XLA calls it (``"fusion"``, ``"all-reduce"``).
       path: where it comes from in the JAX program (``"jit(step)/while/body/dot_general"``), or empty.
-      source: the source line that it comes from (``"model.py:31"``), or empty.
+      source: the source line that it comes from (``"model.py:31"``), or empty; where XLA put several together, that of
+        most of the work.
       dtype: element type of the operands of its largest matrix product; without one, of its (first) result.
       count: how often it ran.
       seconds: time between its beginnings and ends, summed.
@@ -48,6 +50,9 @@ class Operation:
       reread: those of them that are read from arrays which are the same in each turn of a loop.
       products: matrix products and convolutions, over all runs.
       tiled_flops: FLOPs were its products' sides multiples of a TPU's tiles: what its matrix units are at work for.
+      elementwise: operations on elements, over all runs; a function such as a logarithm counts ten.
+      parts: where it is of several source lines, each with its share of the work (products, or else elements), most
+        first.
     """
 
     program: str
@@ -64,6 +69,8 @@ class Operation:
     reread: int = 0
     tiled_flops: int = 0
     products: int = 0
+    elementwise: int = 0
+    parts: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -370,9 +377,21 @@ def _checked(cls: Any, data: Any) -> Any:
         raise ValueError(
             f"arguments_from: got {made.arguments_from!r:.100}, expected {FROM_CALL} or {FROM_PROGRAM}"
         )
+    if isinstance(made, Operation):
+        made = replace(made, parts=_checked_parts(made.parts))
     if isinstance(made, Operation) and made.kind not in KINDS:
         raise ValueError(f"kind: got {made.kind!r:.100}, expected one of {', '.join(KINDS)}")
     return made
+
+
+def _checked_parts(parts: Any) -> tuple[tuple[str, float], ...]:
+    """Parts of an operation from JSON."""
+    found = tuple((source, float(share)) for source, share in parts)
+    if len(found) > _MOST_PARTS or not all(
+        isinstance(source, str) and _printable(source) and 0 <= share <= 1 for source, share in found
+    ):
+        raise ValueError(f"parts: got {parts!r:.100}, expected source lines with shares from 0 to 1")
+    return found
 
 
 def _printable(text: str) -> bool:

@@ -25,10 +25,11 @@ from capibara.observe.errors import ProfileError
 from capibara.observe.profile.capture import Capture, capture
 from capibara.observe.profile.changes import Change, compile_with_jit, install, wrap
 
-__all__ = ["NOTES", "RUN", "main", "run_profiled"]
+__all__ = ["JITTED", "NOTES", "RUN", "main", "run_profiled"]
 
-# What became of a change, a line each.
+# What became of a change, a line each; and the functions that work under jax.jit, as JSON, a line each.
 NOTES = "changes.txt"
+JITTED = "jitted.jsonl"
 # For ``python -c``. The current folder, where ``-m`` and ``-c`` look for modules first, may have one of any name.
 RUN = "import sys; del sys.path[0]; from capibara.observe.profile.run import main; main()"
 
@@ -121,7 +122,7 @@ def run_profiled(folder: Path, arguments: list[str], change: Change | None = Non
     """Run ``SCRIPT …`` or ``-m MODULE …`` in this process as ``__main__``, and write its profile into a folder.
 
     Args:
-      folder: for the trace, the programs, ``profile.json``; and, with a change, :data:`NOTES`.
+      folder: for the trace, the programs, ``profile.json``; and, with a change, :data:`NOTES` and :data:`JITTED`.
       arguments: the command. change: made to it.
 
     Returns:
@@ -192,8 +193,10 @@ def _become_main(names: dict[str, Any]) -> None:
 
 def _run_script(script: str, folder: Path, change: Change | None) -> None:
     def note(words: str) -> None:
-        with (folder / NOTES).open("a") as notes:
-            notes.write(words + "\n")
+        _write_line(folder / NOTES, words)
+
+    def found(text: str) -> None:
+        _write_line(folder / JITTED, text)
 
     path = os.path.join(os.getcwd(), script)  # as Python says it, with what it has of ".."
     if zipfile.is_zipfile(path):
@@ -202,12 +205,17 @@ def _run_script(script: str, folder: Path, change: Change | None) -> None:
     names: dict[str, Any] = {"__file__": path, "__builtins__": __builtins__}
     if change is not None and change.kind == "jit":
         code = compile_with_jit(Path(path), change.lines, note)
-        names |= wrap(note)
+        names |= wrap(note, change.jitted, found)
     else:
         with io.open_code(path) as stream:
             code = compile(stream.read(), path, "exec", dont_inherit=True)
     _become_main(names)
     exec(code, vars(sys.modules["__main__"]))
+
+
+def _write_line(path: Path, text: str) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text + "\n")
 
 
 def _leave(code: int) -> NoReturn:

@@ -114,6 +114,8 @@ class OperationFacts:
       products: matrix products and convolutions in one run, at least 1 if it has ``flops``: more in a loop that XLA
         made one kernel of.
       tiled_flops: FLOPs were each product's sides multiples of a TPU's tiles (:func:`tiled_flops`).
+      elementwise: operations on elements in one run, see :class:`Work`.
+      parts: the places in the source that have work in it, each with its work (:attr:`Work.parts`).
     """
 
     name: str
@@ -127,6 +129,8 @@ class OperationFacts:
     reread: int = 0
     tiled_flops: int = 0
     products: int = 0
+    elementwise: int = 0
+    parts: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)

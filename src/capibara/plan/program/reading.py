@@ -21,6 +21,7 @@ from capibara.plan.program.kernels import (
     registered_flops,
 )
 from capibara.plan.program.loops import Look, Loop
+from capibara.plan.program.places import Work, WorkByPlace, work_of
 from capibara.plan.program.text import Computation, Instruction, Module, parse_module
 from capibara.plan.program.traffic import moved_bytes, reread_bytes, unchanged
 
@@ -65,7 +66,7 @@ def read_program(text: str) -> ProgramFacts:
       PlanError: it is not the text of an HLO program, or unreasonably large.
     """
     module = parse_module(text)
-    walk = _Walk(module, FusedComputations(module))
+    walk = _Walk(module, FusedComputations(module), WorkByPlace(module))
     events, _ = walk.computation(module.entry, 1, None, 0)
     flops = sum(piece.flops * piece.trips for piece in walk.pieces)
     flops += sum((kernel.flops or 0) * kernel.trips for kernel in walk.kernels)
@@ -97,7 +98,7 @@ def read_operations(text: str) -> tuple[OperationFacts, ...]:
       PlanError: it is not the text of an HLO program, or unreasonably large.
     """
     module = parse_module(text)
-    walk = _Walk(module, FusedComputations(module), as_run=True)
+    walk = _Walk(module, FusedComputations(module), WorkByPlace(module), as_run=True)
     walk.computation(module.entry, 1, None, 0)
     return tuple(walk.found.values())
 
@@ -106,6 +107,7 @@ def read_operations(text: str) -> tuple[OperationFacts, ...]:
 class _Walk:
     module: Module
     fused: FusedComputations
+    places: WorkByPlace
     pieces: list[Piece] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
@@ -117,6 +119,7 @@ class _Walk:
     as_run: bool = False  # every branch, and as one what runs as one
     unsure: int = 0  # branches, and loops of unknown length, that the walk is in
     found: dict[str, OperationFacts] = field(default_factory=dict)
+    works: dict[str, Work] = field(default_factory=dict)  # by the names of ``found``
     _groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
     def spend(self, steps: int = 1) -> None:
@@ -141,9 +144,12 @@ class _Walk:
         reread: int = 0,
         tiled: int = 0,
         products: int = 1,
+        work: Work | None = None,
     ) -> None:
         """Note an operation under the name that it has in a trace. A computation may be called in several places."""
         before = self.found.get(instruction.name)
+        if work is not None:
+            self.works[instruction.name] = work
         sure = None if self.unsure or (before and before.trips is None) else trips
         if before is not None and sure is not None and before.trips is not None:
             sure += before.trips
@@ -159,6 +165,8 @@ class _Walk:
             reread,
             tiled,
             products if flops else 0,
+            work.elementwise if work else 0,
+            work.parts if work else (),
         )
 
     def apart(self) -> _Walk:
@@ -166,6 +174,7 @@ class _Walk:
         return _Walk(
             self.module,
             self.fused,
+            self.places,
             left=self.left,
             loop_steps=self.loop_steps,
             members=self.members,
@@ -355,6 +364,9 @@ class _Line:
         flops = None if inside.unknown and inside.work[1] else inside.work[1]
         dtype = max(inside.pieces, key=lambda piece: piece.flops).dtype if inside.pieces else ""
         products = [one for one in inside.found.values() if one.flops]
+        work = Work()
+        for one in inside.found.values():
+            work.add(inside.works.get(one.name, Work()), one.trips or 1)
         self.walk.add(
             instruction,
             "compute",
@@ -366,6 +378,7 @@ class _Line:
             sum(one.reread * (one.trips or 1) for one in inside.found.values()),
             sum(one.tiled_flops * (one.trips or 1) for one in products),
             sum(one.products * (one.trips or 1) for one in products),
+            work=work,
         )
 
     def async_start(self, instruction: Instruction) -> None:
@@ -498,12 +511,19 @@ class _Line:
                 dtype,
                 min(moved, self.reread(instruction)),
                 inside.tiled if inside else tiled_flops(instruction, self.computation),
+                work=self.worked(instruction),
             )
         self.cycles += cycles or 0
         self.walk.work[0] += (cycles or 0) * self.trips
         self.walk.work[1] += flops * self.trips
         self.walk.work[2] += moved * self.trips
         return len(self.walk.pieces) - 1
+
+    def worked(self, instruction: Instruction) -> Work:
+        """The work of a fusion, or of an instruction alone."""
+        if instruction.opcode == "fusion":
+            return self.walk.places.get((instruction.called().get("calls") or [""])[0])
+        return work_of(instruction, self.computation)
 
     def plain(self, instruction: Instruction) -> None:
         """An operation that is not a fusion. Those on single numbers run in the scalar unit beside the rest."""

@@ -28,6 +28,8 @@ _CALLED = re.compile(
 )
 _CALLED_LISTS = re.compile(r"\b(branch_computations|called_computations|calls)=\{([^{}]*)\}")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_FRAME = re.compile(r"\bstack_frame_id=(\d{1,9})")
+_LINE = re.compile(r'\bsource_file="([^"]*)".*?\bsource_line=(\d{1,9})')
 
 
 @dataclass(slots=True)
@@ -80,6 +82,16 @@ class Instruction:
         """Its source in the JAX program (``"jit(step)/while/body/dot_general"``), or an empty string."""
         found = _OP_NAME.search(self.rest, self.cut)
         return found[1] if found else ""
+
+    @property
+    def place(self) -> str:
+        """Where it was traced: the number of a stack frame in the program's tables, ``"file.py:31"`` in programs
+        without tables, or an empty string."""
+        frame = _FRAME.search(self.rest, self.cut)
+        if frame:
+            return frame[1]
+        line = _LINE.search(self.rest, self.cut)
+        return f"{line[1]}:{line[2]}" if line else ""
 
     def called(self) -> dict[str, list[str]]:
         """Computations that it calls, by the attribute that names them."""
