@@ -793,6 +793,112 @@ def test_names_that_look_like_formulas_and_no_time_at_all(tmp_path: Path):
     assert (tmp_path / "a.png").stat().st_size > 1000
 
 
+def test_what_waited_for_an_operation_is_not_part_of_it():
+    """The thread that ends it runs that first, and then marks the end: that of the same run and device."""
+    #         begins, span, program, run, flow, line, name, op, device
+    first = (100, 10, 7, 1, 1, 0, 0, 0, 0)
+    nexts = {
+        "what waited": ((300, 150, 7, 1, 2, 1, 1, 1, 0), 200),
+        "within the span": ((105, 345, 7, 1, 2, 1, 1, 1, 0), 10),
+        "before it": ((90, 360, 7, 1, 2, 1, 1, 1, 0), 360),
+        "another run": ((300, 150, 7, 2, 2, 1, 1, 1, 0), 360),
+        "another program": ((300, 150, 8, 1, 2, 1, 1, 1, 0), 360),
+        "another device": ((300, 150, 7, 1, 2, 1, 1, 1, 1), 360),
+    }
+    for words, (after, length) in nexts.items():
+        rows = np.array([first, after], events_module._ROW)
+        trace_module._end(rows, np.array([(460, 1, 0, 1)], events_module._MARK))
+        assert rows["duration_ps"].tolist() == [length, after[1]], words
+
+
+# Threads of a pool, as (name, begins, ends, run, flow): of a row its operation, of a mark the one that ends.
+THREADS = (
+    (
+        ("product", 100, 200, 1, 11),  # gives its parts away
+        ("ThreadpoolListener::StartRegion", 250, 250, 0, 0),
+        ("ThreadpoolListener::StopRegion", 480, 480, 0, 0),
+    ),
+    (
+        ("sum", 40, 60, 1, 10),
+        ("ThreadpoolListener::StartRegion", 210, 210, 0, 0),  # of the product's parts, the last to end
+        ("tanh", 500, 600, 1, 12),
+        ("ThreadpoolListener::StartRegion", 520, 520, 0, 0),  # another task is done meanwhile
+        ("other", 530, 540, 2, 20),
+        ("ThreadpoolListener::StopRegion", 550, 550, 0, 0),
+        ("exchange", 610, 900, 1, 13),
+        ("end: product", 910, 910, 0, 11),
+        ("ThreadpoolListener::StopRegion", 920, 920, 0, 0),
+        ("ThreadpoolListener::StopRegion", 930, 930, 0, 0),  # one that began before the trace
+        ("end: exchange", 940, 940, 0, 13),  # in no task: after the first row of this run that is in none
+    ),
+)
+
+
+def threads() -> bytes:
+    """A trace of XLA on a CPU."""
+    names = sorted({event[0] for thread in THREADS for event in thread})
+    stats = ["hlo_op", "program_id", "run_id", "device_ordinal", "_p", "_c"]
+    lines = []
+    for number, thread in enumerate(THREADS):
+        events = []
+        for name, begins, ends, run, flow in thread:
+            about = [f"stats {{ metadata_id: {6 if run else 5} int64_value: {flow} }}"] if flow else []
+            if run:
+                about += [
+                    f'stats {{ metadata_id: 1 str_value: "{name}" }}',
+                    "stats { metadata_id: 2 int64_value: 7 }",
+                    f"stats {{ metadata_id: 3 int64_value: {run} }}",
+                    "stats { metadata_id: 4 int64_value: 0 }",
+                ]
+            times = f"offset_ps: {begins * 1000_000} duration_ps: {(ends - begins) * 1000_000}"
+            events.append(f"events {{ metadata_id: {1 + names.index(name)} {times} {' '.join(about)} }}")
+        lines.append(f'lines {{ name: "pool/{number}" timestamp_ns: 1000 {" ".join(events)} }}')
+    kinds = [
+        f'{kind}_metadata {{ key: {at} value {{ id: {at} name: "{name}" }} }}'
+        for kind, every in (("event", names), ("stat", stats))
+        for at, name in enumerate(every, 1)
+    ]
+    return ProfileData.text_proto_to_serialized_xspace(
+        f'planes {{ name: "/host:CPU" {" ".join(lines)} {" ".join(kinds)} }}'
+    )
+
+
+@pytest.mark.usefixtures("reader")
+def test_the_end_of_an_operation_is_where_the_next_begins_on_the_thread_that_ends_it(tmp_path: Path):
+    path = tmp_path / "x.xplane.pb"
+    path.write_bytes(threads())
+    kinds = {"product": "compute", "sum": "compute", "tanh": "compute", "other": "compute"}
+    trace = read_trace(path, {7: {**kinds, "exchange": "collective"}})
+    times = {name: round(spent / 1000) for (_, name), (_, spent) in trace.counts.items()}
+    # The product's mark stands at 910; its own span, of giving its parts away, ends at 200.
+    assert times == {"product": 400, "sum": 20, "tanh": 100, "other": 10, "exchange": 330}
+    assert round(trace.exposed_ns / 1000) == 330
+
+
+@pytest.mark.usefixtures("reader")
+def test_operations_one_after_the_other_take_no_more_than_the_whole():
+    """Each hands its parts to a pool, and what comes next is run by whoever does the last of them."""
+
+    @jax.jit
+    def run(x: jax.Array) -> jax.Array:
+        def turn(x: jax.Array, _: Any) -> tuple[jax.Array, None]:
+            moved = sum(jnp.roll(x, by, axis) for by in (1, -1) for axis in (0, 1))
+            return jnp.tanh(x @ x * 1e-3) + moved / 4, None
+
+        return jax.lax.scan(turn, x, None, 12)[0]
+
+    x = jnp.ones((1000, 1000))
+    jax.block_until_ready(run(x))
+    profiler = TpuPerformanceProfiler()
+    with profiler.profile_context("loop"):
+        jax.block_until_ready(run(x))
+    found = profiler.profile()
+    busy = found.busy_seconds
+    assert busy is not None
+    # A few run side by side; where the ends were those of the marks it was half as much again.
+    assert busy <= sum(one.seconds for one in found.operations) * 1.001 <= 1.25 * busy
+
+
 def test_the_difference_of_two_profiles():
     one = ONE
     other = replace(one, name="fusion.2", source="a.py:9", seconds=0.2)
@@ -832,7 +938,7 @@ def test_operations_end_where_their_marks_stand(some: list[tuple[int, int, int, 
     for place, (op, device, begins, span, later) in enumerate(some):
         rows[place] = (begins, span, 7, 0, place + 1, 0, 0, op, device)
         if later is not None:
-            marks.append((begins + later, place + 1, op))
+            marks.append((begins + later, place + 1, op, -1))
     longer = trace_module._end(rows, np.array(marks, events_module._MARK), step=4)
     lengths = [max(span, later or 0) for *_, span, later in some]
     assert rows["duration_ps"].tolist() == lengths

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <string_view>
 #include <unordered_map>
+#include <vector>
 
 #define CAPIBARA_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -19,9 +20,10 @@ struct Row {
   int32_t op;  // -1: not said
   int32_t device;
 };
-// The end of an operation that goes on behind its span, on CPUs.
+// The end of an operation that goes on behind its span, on CPUs. `next`: the row of the first operation of the same run
+// and device as the last one that its thread ran before it, within the task that the thread is at; -1: there is none.
 struct Mark {
-  int64_t end_ps, flow, op;
+  int64_t end_ps, flow, op, next;
 };
 // On GPUs: what the host was at when it started work, within what else it was at.
 struct Scope {
@@ -155,27 +157,58 @@ struct Reader {
     uint64_t op = 0, program = 0, run = 0, device = 0, begins = 0, ends = 0, scope = 0;
   };
 
-  // The latest operation of a line.
-  struct Last {
-    int64_t flow = 0, end_ps = 0;
+  // A task of a pool of threads, and the first row of each run on a device within it.
+  struct Task {
+    struct First {
+      int64_t program, run, device, row;
+    };
+    static constexpr int kMost = 8;
+    First firsts[kMost];
+    int count = 0;
+    int64_t next = -1;  // the first row of the run and device of the latest row
+
+    void add(const Row& row, int64_t place) {
+      for (int i = 0; i < count; ++i) {
+        if (firsts[i].program == row.program && firsts[i].run == row.run && firsts[i].device == row.device) {
+          next = firsts[i].row;
+          return;
+        }
+      }
+      next = place;
+      if (count < kMost) firsts[count++] = {row.program, row.run, row.device, place};
+    }
   };
 
-  // XLA on CPUs marks the end of X by "end: X", on whatever thread finished it: the text of X, or -1.
-  int32_t end_of(uint64_t id, const std::unordered_map<uint64_t, std::string_view>& events,
-                 std::unordered_map<uint64_t, int32_t>& ends) {
-    const auto seen = ends.find(id);
-    if (seen != ends.end()) return seen->second;
+  // What a line, a thread, is at: its latest operation, and the tasks within one another.
+  struct Thread {
+    int64_t flow = 0, end_ps = 0;
+    std::vector<Task> tasks = std::vector<Task>(1);
+  };
+
+  static constexpr size_t kDeepest = 1000;
+  // What an event's name says: the text of X where it marks the end of X ("end: X"); or one of these.
+  static constexpr int32_t kNothing = -1, kTaskBegins = -2, kTaskEnds = -3;
+
+  // XLA on CPUs marks the end of X by "end: X", on whatever thread finished it.
+  int32_t meaning_of(uint64_t id, const std::unordered_map<uint64_t, std::string_view>& events,
+                     std::unordered_map<uint64_t, int32_t>& meanings) {
+    const auto seen = meanings.find(id);
+    if (seen != meanings.end()) return seen->second;
     const auto named = events.find(id);
-    const bool marks = named != events.end() && named->second.size() > 5 && named->second.substr(0, 5) == "end: ";
-    return ends[id] = marks ? intern(named->second.substr(5)) : -1;
+    const std::string_view name = named == events.end() ? std::string_view{} : named->second;
+    int32_t found = kNothing;
+    if (name.size() > 5 && name.substr(0, 5) == "end: ") found = intern(name.substr(5));
+    if (name == "ThreadpoolListener::StartRegion") found = kTaskBegins;
+    if (name == "ThreadpoolListener::StopRegion") found = kTaskEnds;
+    return meanings[id] = found;
   }
 
   void event(Bytes one, int64_t stamp, bool every, const Meanings& mean,
              const std::unordered_map<uint64_t, std::string_view>& events,
              const std::unordered_map<uint64_t, std::string_view>& stats,
              std::unordered_map<uint64_t, int32_t>& ids, std::unordered_map<uint64_t, int32_t>& references,
-             std::unordered_map<uint64_t, int32_t>& ends,
-             Last& last) {
+             std::unordered_map<uint64_t, int32_t>& meanings,
+             Thread& thread) {
     uint64_t value, id = 0;
     Bytes inner{}, field{};
     int64_t offset = 0, duration = 0;
@@ -217,14 +250,18 @@ struct Reader {
                                         static_cast<uint64_t>(offset));
     row.duration_ps = duration;
     if (row.op < 0 && !every) {
-      row.op = end_of(id, events, ends);
+      row.op = meaning_of(id, events, meanings);
+      if (row.op == kTaskBegins && thread.tasks.size() < kDeepest) thread.tasks.emplace_back();
+      if (row.op == kTaskEnds && thread.tasks.size() > 1) thread.tasks.pop_back();
       // Most stand within the operation's span, and say nothing new.
-      if (row.op < 0 || row.flow == 0 || (row.flow == last.flow && row.start_ps <= last.end_ps)) return;
-      if (mark_count < mark_capacity) marks[mark_count] = {row.start_ps, row.flow, row.op};
+      if (row.op < 0 || row.flow == 0 || (row.flow == thread.flow && row.start_ps <= thread.end_ps)) return;
+      if (mark_count < mark_capacity) marks[mark_count] = {row.start_ps, row.flow, row.op, thread.tasks.back().next};
       ++mark_count;
       return;
     }
-    last = {row.flow, static_cast<int64_t>(static_cast<uint64_t>(row.start_ps) + static_cast<uint64_t>(duration))};
+    thread.flow = row.flow;
+    thread.end_ps = static_cast<int64_t>(static_cast<uint64_t>(row.start_ps) + static_cast<uint64_t>(duration));
+    thread.tasks.back().add(row, count);
     const auto place = ids.find(id);
     if (place != ids.end()) {
       row.name = place->second;
@@ -257,7 +294,7 @@ struct Reader {
     uint64_t value;
     Bytes inner{}, field{}, again = whole;
     std::unordered_map<uint64_t, std::string_view> events, stats;
-    std::unordered_map<uint64_t, int32_t> ids, references, ends;
+    std::unordered_map<uint64_t, int32_t> ids, references, meanings;
     std::string_view name;
     while (const uint32_t number = whole.next(value, inner)) {
       if (number == 2) name = inner.text();
@@ -290,9 +327,9 @@ struct Reader {
       const Line line{intern(name), intern(line_name)};
       if (line_count < line_capacity) lines[line_count] = line;
       ++line_count;
-      Last last;
+      Thread thread;
       while (const uint32_t part = events_of.next(value, field)) {
-        if (part == 4) event(field, stamp, every, mean, events, stats, ids, references, ends, last);
+        if (part == 4) event(field, stamp, every, mean, events, stats, ids, references, meanings, thread);
       }
     }
   }

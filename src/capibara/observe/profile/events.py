@@ -28,6 +28,7 @@ _MOST_ROWS = 100_000_000
 _LONGEST = 10**18  # picoseconds: eleven days
 
 # As in native/cc/trace.cc.
+_DEEPEST, _MOST_FIRSTS = 1000, 8
 _ROW = np.dtype(
     [
         ("start_ps", "i8"),
@@ -41,7 +42,7 @@ _ROW = np.dtype(
         ("device", "i4"),
     ]
 )
-_MARK = np.dtype([("end_ps", "i8"), ("flow", "i8"), ("op", "i8")])
+_MARK = np.dtype([("end_ps", "i8"), ("flow", "i8"), ("op", "i8"), ("next", "i8")])
 _SCOPE = np.dtype([("id", "i8"), ("outer", "i8")])
 _SCOPES = b"/host:__ScopeRangeCallStack__"
 
@@ -55,7 +56,8 @@ class EventTable:
         said), ``run`` (0 on GPUs: see scopes), ``flow`` (see marks; on GPUs the scope, 0: not said), ``line``,
         ``name``, ``op`` (a text, -1: not said), ``device`` (of a CPU).
       marks: XLA on CPUs marks the ends of operations on the threads that end them. Those behind the operation's span:
-        ``end_ps``, the operation's ``flow``, ``op``.
+        ``end_ps``, the operation's ``flow``, ``op``; ``next``, a row (-1: none): of the operations with the run and the
+        device of the last one that the thread ran before, the first within the task of a pool that the thread is at.
       scopes: on GPUs, what the host was at when it started work (``id``), within what else (``outer``). An outermost
         scope is a run of a program; those within it are its operations, loops and CUDA graphs as they are started.
       texts: that ``name`` and ``op`` are numbers of.
@@ -150,33 +152,55 @@ def _by_profile_data(path: Path) -> EventTable:
             for line in plane.lines:
                 lines.append((plane.name, line.name))
                 flow_before, end_before = 0, 0
+                tasks = [_Task()]
                 for event in line.events:
                     stats = dict(event.stats)
                     start, duration = round(event.start_ns * 1000), round(event.duration_ns * 1000)
                     flow = int(stats.get("_c", stats.get("_p", stats.get("scope_range_id", 0))))
                     op = stats.get("hlo_op")
                     if op is None and not every:
+                        if event.name == "ThreadpoolListener::StartRegion" and len(tasks) < _DEEPEST:
+                            tasks.append(_Task())
+                        elif event.name == "ThreadpoolListener::StopRegion" and len(tasks) > 1:
+                            tasks.pop()
                         op = event.name[5:] if event.name.startswith("end: ") else ""
                         # Most stand within the operation's span, and say nothing new.
                         if op and flow and not (flow == flow_before and start <= end_before):
-                            marks.append((start, flow, numbers.setdefault(op, len(numbers))))
+                            numbered = numbers.setdefault(op, len(numbers))
+                            marks.append((start, flow, numbered, tasks[-1].next))
                         continue
                     flow_before, end_before = flow, start + duration
+                    program, run = int(stats.get("program_id", -1)), int(stats.get("run_id", 0))
+                    device = int(stats.get("device_ordinal", 0))
+                    tasks[-1].add((program, run, device), len(rows))
                     rows.append(
                         (
                             start,
                             duration,
-                            int(stats.get("program_id", -1)),
-                            int(stats.get("run_id", 0)),
+                            program,
+                            run,
                             flow,
                             len(lines) - 1,
                             numbers.setdefault(event.name, len(numbers)),
                             -1 if op is None else numbers.setdefault(str(op), len(numbers)),
-                            int(stats.get("device_ordinal", 0)),
+                            device,
                         )
                     )
     scopes = np.array(_scopes(path), _SCOPE)
     return EventTable(np.array(rows, _ROW), np.array(marks, _MARK), scopes, list(numbers), lines)
+
+
+class _Task:
+    """A task of a pool of threads, and the first row of each run on a device within it."""
+
+    def __init__(self) -> None:
+        self._firsts: dict[tuple[int, int, int], int] = {}
+        self.next = -1
+
+    def add(self, place: tuple[int, int, int], row: int) -> None:
+        self.next = self._firsts.get(place, row)
+        if len(self._firsts) < _MOST_FIRSTS:
+            self._firsts.setdefault(place, row)
 
 
 def _scopes(path: Path) -> list[tuple[int, int]]:

@@ -307,7 +307,8 @@ def _end(rows: np.ndarray, marks: np.ndarray, step: int = 1 << 20) -> np.ndarray
     """Make operations as long as they took; the names of those that were made longer.
 
     XLA on CPUs gives large operations to a pool of threads, and the span ends when they are given away: a mark on
-    another thread has the end. It is set after the end was told, and so may be late where threads wait for processors.
+    another thread has the end. Before it that thread may run what waited for the operation, with all that follows: then
+    the end is where the first of that begins. A mark may also be late where threads wait for processors.
     """
     if not len(marks):
         return np.zeros(0, np.int32)
@@ -319,6 +320,12 @@ def _end(rows: np.ndarray, marks: np.ndarray, step: int = 1 << 20) -> np.ndarray
         part = rows[begin : begin + step]
         at = np.minimum(np.searchsorted(marks["flow"], part["flow"]), len(marks) - 1)
         lengths = marks["end_ps"][at] - part["start_ps"]
+        nexts = marks["next"][at]
+        after = rows[["start_ps", "program", "run", "device"]][nexts]
+        followed = (nexts >= 0) & (after["start_ps"] > part["start_ps"])
+        for name in ("program", "run", "device"):
+            followed &= after[name] == part[name]
+        lengths = np.where(followed, np.minimum(lengths, after["start_ps"] - part["start_ps"]), lengths)
         found = (marks["flow"][at] == part["flow"]) & (marks["op"][at] == part["op"])
         found &= lengths > part["duration_ps"]
         part["duration_ps"][found] = lengths[found]
