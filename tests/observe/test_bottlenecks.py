@@ -12,6 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from emulation import emulated
+from other_process import run_apart
+from planted_exchanges import DEVICES
 from planted_faults import (
     HELD_OUT,
     TUNED_ON,
@@ -181,6 +184,13 @@ def test_planted_faults_are_found(verdicts, name):
 @pytest.mark.parametrize("name", ["tuned on", "held out"])
 def test_the_predicted_gain_is_about_the_measured_one(verdicts, name):
     assert gain_error(verdicts[name]) <= 0.15
+
+
+@pytest.mark.slow  # real programs of milliseconds: a machine that does nothing else
+def test_needless_exchange_is_found():
+    """Over emulated devices, which need a process of their own."""
+    found = run_apart("import planted_exchanges; planted_exchanges.main()", XLA_FLAGS=emulated(DEVICES))
+    assert found["f1"] >= 0.95, found["verdicts"]
 
 
 @pytest.mark.parametrize("planted", [*TUNED_ON, *HELD_OUT], ids=lambda one: one.name)

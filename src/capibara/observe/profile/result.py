@@ -117,8 +117,10 @@ class Profile:
       wall_seconds: by the host's clock, from the end of all earlier work to the end of the region's own.
       flops: of matrix products and convolutions of all programs, on all devices; None with a reason.
       bytes: moved between memory and devices, likewise.
-      busy_seconds: time in which a device ran an operation, mean over devices.
-      communication_seconds: time in which a device ran collectives and nothing else, mean over devices.
+      busy_seconds: time in which a device ran an operation, mean over devices; of emulated devices, which share the
+        cores, time in which any did.
+      communication_seconds: time in which a device ran collectives and nothing else, mean over devices; of emulated
+        devices, time in which some did so and none ran anything else.
       peak_memory_bytes: the most memory in use during the region, of the fullest device.
       peak_flops: FLOP/s that one device can reach (a CPU's are measured).
       peak_bandwidth: bytes per second between one device and its memory (a CPU's are measured).

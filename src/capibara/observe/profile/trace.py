@@ -48,8 +48,10 @@ class Trace:
       counts: (program number, operation) → how often it ran, and its nanoseconds in all.
       runs: program number → runs, one for each device.
       devices: that ran something.
-      busy_ns: time in which a device ran something, mean over devices.
-      exposed_ns: time in which a device ran collectives and nothing else, mean over devices.
+      busy_ns: time in which a device ran something, mean over devices; of emulated devices, which share the cores, time
+        in which any did.
+      exposed_ns: time in which a device ran collectives and nothing else, mean over devices; of emulated devices, time
+        in which some did so and none ran anything else.
       events: operations.
       unnamed: (program number, kernel) → likewise, of kernels in CUDA graphs that are no operation of the program's.
       unclear: programs of which the trace does not say when a run began: how often they ran is not known.
@@ -184,6 +186,11 @@ def read_trace(
             tracks.append(Track(_device_name(device, table), shares))
     trace.busy_ns /= max(1, trace.devices)
     trace.exposed_ns /= max(1, trace.devices)
+    if trace.devices > 1 and _all_on_hosts(table):
+        # Emulated devices: while one waits for another, that one has the cores.
+        mine = kind_of > 0
+        _, busy, exposed = _device(rows["start_ps"][mine], rows["duration_ps"][mine], kind_of[mine], None)
+        trace.busy_ns, trace.exposed_ns = busy / 1000, exposed / 1000
     if trace.within_ns is not None:
         trace.within_ns = max(0.0, trace.within_ns) / trace.devices
     if wall_seconds is not None:
