@@ -19,13 +19,10 @@ from capibara.compilation.counting import COMPILED
 from capibara.jax_versions import call_being_compiled, loaded_programs
 from capibara.observe.profile.arguments import Call, describe_call
 from capibara.observe.profile.modules import module_number
-from capibara.plan.program import OperationFacts, read_operations
+from capibara.plan.program import Frames, OperationFacts, read_operations
 
 __all__ = ["Held", "HeldPrograms", "KnownProgram", "known_program"]
 
-_LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) function_name_id=\d+ line=(\d+)", re.MULTILINE)
-_FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+)", re.MULTILINE)
-_FILE = re.compile(r'^(\d+) "((?:[^"\\]|\\.)*)"', re.MULTILINE)
 _PLACED = re.compile(r"^\s+(?:ROOT )?%?([^\s%=(]+) = .*?\bstack_frame_id=(\d+)", re.MULTILINE)
 # An operation's lines that are told apart, and the least share of its work that one has.
 _MOST_PARTS, _LEAST_PART = 16, 0.01
@@ -164,7 +161,7 @@ def known_program(text: str, temporary_bytes: int | None = None, call: Call | No
     """
     name = text.split(",", 1)[0].removeprefix("HloModule ").strip()
     found = {one.name: one for one in read_operations(text)}
-    frames = _frames(text)
+    frames = Frames.of(text)
     parts = {one.name: named for one in found.values() if (named := _shares(one, frames))}
     # What XLA puts together has the place of its last operation: where most of the work comes from says more.
     sources = {**_sources(text, frames), **{name: shares[0][0] for name, shares in parts.items()}}
@@ -172,11 +169,11 @@ def known_program(text: str, temporary_bytes: int | None = None, call: Call | No
     return KnownProgram(name, text, found, sources, temporary_bytes, call, divided)
 
 
-def _shares(one: OperationFacts, frames: dict[str, str]) -> tuple[tuple[str, float], ...]:
+def _shares(one: OperationFacts, frames: Frames) -> tuple[tuple[str, float], ...]:
     """The source lines that an operation's work comes from and the share of each, most first."""
     works: Counter[str] = Counter()
     for place, work in one.parts:
-        works[frames.get(place, "") if place.isdecimal() else place] += work
+        works[frames.source(place)] += work
     works.pop("", None)
     whole = works.total()
     kept = [(source, work) for source, work in works.most_common(_MOST_PARTS) if work >= _LEAST_PART * whole]
@@ -184,24 +181,8 @@ def _shares(one: OperationFacts, frames: dict[str, str]) -> tuple[tuple[str, flo
     return tuple((source, work / whole) for source, work in kept)
 
 
-def _frames(text: str) -> dict[str, str]:
-    """``file.py:line`` of each stack frame in a program's tables: where in the user's program something was traced."""
-    head = text.split("\n%", 1)[0]
-    head = head.split("\nENTRY", 1)[0]
-    parts = {}
-    for title in ("FileNames", "FileLocations", "StackFrames"):
-        _, _, after = head.partition(f"\n{title}\n")
-        parts[title] = after.split("\n\n", 1)[0]
-    files = dict(_FILE.findall(parts["FileNames"]))
-    lines = {
-        number: f"{files.get(file, '')}:{line}"
-        for number, file, line in _LOCATION.findall(parts["FileLocations"])
-    }
-    return {number: lines.get(place, "") for number, place in _FRAME.findall(parts["StackFrames"])}
-
-
-def _sources(text: str, frames: dict[str, str]) -> dict[str, str]:
+def _sources(text: str, frames: Frames) -> dict[str, str]:
     """``file.py:line`` of each instruction."""
     found = {name: f"{file}:{line}" for name, file, line in _OLD_PLACED.findall(text)}
-    found.update({name: frames.get(frame, "") for name, frame in _PLACED.findall(text)})
+    found.update({name: frames.source(frame) for name, frame in _PLACED.findall(text)})
     return found

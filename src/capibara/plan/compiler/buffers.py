@@ -12,13 +12,15 @@ can be read too (:func:`buffers_of_message`).
 
 from __future__ import annotations
 
-import linecache
 import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from capibara.plan.program.frames import Frames
+from capibara.plan.program.parts import generated_part
 
 __all__ = ["buffers_of_message", "padding_of", "read_buffers", "read_heap"]
 
@@ -252,56 +254,34 @@ class _Origins:
     """Where the values of a program come from, by what its text says of each instruction."""
 
     def __init__(self, path: Path) -> None:
-        self._names: dict[str, tuple[str, int]] = {}
+        self._names: dict[str, tuple[str, str]] = {}
         self._arguments: dict[int, str] = {}
-        self._tables: dict[str, dict[int, str]] = {}
-        table: dict[int, str] | None = None
-        entry = False
+        head: list[str] = []
+        entry = within = False
         for line in _lines(path):
-            word = line.strip()
-            if word in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
-                table = self._tables.setdefault(word, {})
-            elif line.startswith(("%", "ENTRY")):
-                table, entry = None, line.startswith("ENTRY")
-            elif table is not None and word:
-                number, _, rest = word.partition(" ")
-                if number.isdigit():
-                    table[int(number)] = rest
+            if line.startswith(("%", "ENTRY")):
+                within, entry = True, line.startswith("ENTRY")
+            elif not within:
+                head.append(line)
             elif match := _INSTRUCTION.match(line):
                 said = _OP_NAME.search(line)
                 frame = _FRAME.search(line)
                 name = said[1].replace("\\'", "'").replace('\\"', '"') if said else ""
-                self._names[match[1]] = (name, int(frame[1]) if frame else 0)
+                self._names[match[1]] = (name, frame[1] if frame else "")
                 if entry and (number := _PARAMETER.search(line)):
                     self._arguments[int(number[1])] = name
+        self._frames = Frames.of_lines(head)
 
     def of_argument(self, number: int) -> tuple[str, str, str]:
         name = self._arguments.get(number, "")
         return name, _kind(name, "arguments"), _place_of_argument(name)
 
     def of_value(self, value: str) -> tuple[str, str, str]:
-        name, frame = self._names.get(value.partition("{")[0], ("", 0))
+        name, frame = self._names.get(value.partition("{")[0], ("", ""))
         return name, "temporary", self._place(frame)
 
-    def _place(self, frame: int) -> str:
-        """The line of a model's generated code that a stack frame lies in or below."""
-        files, functions = self._tables.get("FileNames", {}), self._tables.get("FunctionNames", {})
-        for _ in range(100):
-            row = self._tables.get("StackFrames", {}).get(frame)
-            if row is None:
-                return ""
-            numbers = {key: int(n) for key, n in re.findall(r"(\w+)=(\d+)", row)}
-            where = self._tables.get("FileLocations", {}).get(numbers.get("file_location_id", 0), "")
-            at = {key: int(n) for key, n in re.findall(r"(\w+)=(\d+)", where)}
-            file = files.get(at.get("file_name_id", 0), "").strip('"')
-            if file.startswith("<capibara.compose"):
-                function = functions.get(at.get("function_name_id", 0), "").strip('"')
-                target = linecache.getline(file, at.get("line", 0)).partition("=")[0].strip()
-                body = function.removesuffix("_block") if function != "forward" else ""
-                made = target.partition(",")[0] if re.fullmatch(r"[\w, ]+", target) else ""
-                return "/".join(part for part in (body, made) if part)
-            frame = numbers.get("parent_frame_id", 0) - 1  # counted from one more than the frames themselves
-        return ""
+    def _place(self, frame: str) -> str:
+        return next(filter(None, map(generated_part, self._frames.stack(frame))), "")
 
 
 def _place_of_argument(op_name: str) -> str:

@@ -8,12 +8,15 @@ do the work of one layer. Here loop bodies are multiplied by their trip counts. 
 from __future__ import annotations
 
 from capibara.plan.program.facts import Collective, Kernel, OperationFacts, Piece, ProgramFacts
+from capibara.plan.program.frames import Frame, Frames
 from capibara.plan.program.groups import mesh_axes_of
 from capibara.plan.program.overlap import Overlap, OverlapByKind, overlap_by_kind, overlaps
-from capibara.plan.program.reading import read_operations, read_program
+from capibara.plan.program.reading import read_operations, read_places, read_program
 
 __all__ = [
     "Collective",
+    "Frame",
+    "Frames",
     "Kernel",
     "OperationFacts",
     "Overlap",
@@ -24,5 +27,6 @@ __all__ = [
     "overlap_by_kind",
     "overlaps",
     "read_operations",
+    "read_places",
     "read_program",
 ]

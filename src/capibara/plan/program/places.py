@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from capibara.plan.program.flops import instruction_flops
 from capibara.plan.program.text import Computation, Instruction, Module
 
-__all__ = ["Work", "WorkByPlace", "work_of"]
+__all__ = ["Parts", "ProgramPlaces", "Work", "WorkByPlace", "work_of"]
 
 # Operations on each element that a vector unit needs, about.
 _SIMPLE = (
@@ -32,6 +32,19 @@ _COST = {
 }
 _DEPTH = 64
 _MOST_PLACES = 64
+
+
+Parts = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class ProgramPlaces:
+    """Of each of a program's pieces, collectives and kernels, in the order of :class:`ProgramFacts`: the places in the
+    source (:attr:`Instruction.place`) with the work that comes from each, most first; empty where it is not said."""
+
+    pieces: tuple[Parts, ...]
+    collectives: tuple[Parts, ...]
+    kernels: tuple[Parts, ...]
 
 
 @dataclass
@@ -56,7 +69,7 @@ class Work:
                 mine[place] += work * times
 
     @property
-    def parts(self) -> tuple[tuple[str, int], ...]:
+    def parts(self) -> Parts:
         """Places with their work, most first; products count by their FLOPs, and where there are any nothing else:
         they take the time."""
         return tuple((self.products or self.others).most_common(_MOST_PLACES))

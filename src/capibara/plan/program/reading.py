@@ -21,11 +21,11 @@ from capibara.plan.program.kernels import (
     registered_flops,
 )
 from capibara.plan.program.loops import Look, Loop
-from capibara.plan.program.places import Work, WorkByPlace, work_of
+from capibara.plan.program.places import Parts, ProgramPlaces, Work, WorkByPlace, work_of
 from capibara.plan.program.text import Computation, Instruction, Module, parse_module
 from capibara.plan.program.traffic import moved_bytes, reread_bytes, unchanged
 
-__all__ = ["read_operations", "read_program"]
+__all__ = ["read_operations", "read_places", "read_program"]
 
 _FREE = {
     "parameter",
@@ -65,9 +65,30 @@ def read_program(text: str) -> ProgramFacts:
     Raises:
       PlanError: it is not the text of an HLO program, or unreasonably large.
     """
+    return _facts(_walk(text))
+
+
+def read_places(text: str) -> tuple[ProgramFacts, ProgramPlaces]:
+    """As :func:`read_program`, with the places in the source that each operation's work comes from.
+
+    Raises:
+      PlanError: it is not the text of an HLO program, or unreasonably large.
+    """
+    walk = _walk(text, placed=True)
+    facts = _facts(walk)
+    places = (tuple(parts) for parts in (walk.piece_parts, walk.collective_parts, walk.kernel_parts))
+    return facts, ProgramPlaces(*places)
+
+
+def _walk(text: str, *, placed: bool = False) -> _Walk:
     module = parse_module(text)
-    walk = _Walk(module, FusedComputations(module), WorkByPlace(module))
-    events, _ = walk.computation(module.entry, 1, None, 0)
+    walk = _Walk(module, FusedComputations(module), WorkByPlace(module), placed=placed)
+    walk.events, _ = walk.computation(module.entry, 1, None, 0)
+    return walk
+
+
+def _facts(walk: _Walk) -> ProgramFacts:
+    module = walk.module
     flops = sum(piece.flops * piece.trips for piece in walk.pieces)
     flops += sum((kernel.flops or 0) * kernel.trips for kernel in walk.kernels)
     if not module.scheduled and walk.collectives:
@@ -83,7 +104,7 @@ def read_program(text: str) -> ProgramFacts:
         pieces=tuple(walk.pieces),
         collectives=tuple(walk.collectives),
         kernels=tuple(walk.kernels),
-        schedule=events,
+        schedule=walk.events,
         unknown=tuple(walk.unknown),
     )
 
@@ -103,6 +124,10 @@ def read_operations(text: str) -> tuple[OperationFacts, ...]:
     return tuple(walk.found.values())
 
 
+def _alone(place: str) -> Parts:
+    return ((place, 1),) if place else ()
+
+
 @dataclass
 class _Walk:
     module: Module
@@ -116,6 +141,11 @@ class _Walk:
     loop_steps: list[int] = field(default_factory=lambda: [3_000_000])
     members: list[int] = field(default_factory=lambda: [_MOST_MEMBERS])
     work: list[int] = field(default_factory=lambda: [0, 0, 0])  # cycles, FLOPs, bytes × trips
+    events: tuple[Any, ...] = ()
+    placed: bool = False  # whether the lists that follow are kept
+    piece_parts: list[Parts] = field(default_factory=list)
+    collective_parts: list[Parts] = field(default_factory=list)
+    kernel_parts: list[Parts] = field(default_factory=list)
     as_run: bool = False  # every branch, and as one what runs as one
     unsure: int = 0  # branches, and loops of unknown length, that the walk is in
     found: dict[str, OperationFacts] = field(default_factory=dict)
@@ -432,6 +462,8 @@ class _Line:
         index = len(self.walk.collectives) - 1
         made = self.walk.collectives[index]
         self.walk.add(outside, "collective", made.kind, self.trips, 0, made.bytes)
+        if self.walk.placed:
+            self.walk.collective_parts.append(_alone(outside.place or inside.place))
         self.event("start" if begun else "collective", index)
         return index
 
@@ -500,6 +532,8 @@ class _Line:
                 dtype=dtype,
             )
         )
+        if self.walk.placed:
+            self.walk.piece_parts.append(self.worked(instruction).parts or _alone(instruction.place))
         if self.walk.as_run:
             self.walk.add(
                 instruction,
@@ -569,6 +603,8 @@ class _Line:
             cycles=cycles,
         )
         self.walk.kernels.append(kernel)
+        if self.walk.placed:
+            self.walk.kernel_parts.append(_alone(instruction.place))
         self.cycles += cycles or 0
         self.walk.work[0] += (cycles or 0) * self.trips
         self.walk.work[1] += (flops or 0) * self.trips

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from capibara.plan.time.prediction import Constants, Part, StepTime, predict_step
+from capibara.plan.time.prediction import Constants, Part, StepTime, predict_step, time_of_each
 from capibara.plan.time.torus import Torus, places_on_grid
 
-__all__ = ["Constants", "Part", "StepTime", "Torus", "places_on_grid", "predict_step"]
+__all__ = ["Constants", "Part", "StepTime", "Torus", "places_on_grid", "predict_step", "time_of_each"]

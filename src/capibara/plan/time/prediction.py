@@ -24,7 +24,7 @@ from capibara.plan.slices import Slice
 from capibara.plan.time.torus import Torus
 from capibara.sharding import Group
 
-__all__ = ["Constants", "Part", "StepTime", "predict_step"]
+__all__ = ["Constants", "Part", "StepTime", "predict_step", "time_of_each"]
 
 _DTYPES = {"bf16": "bfloat16", "f16": "bfloat16", "f32": "bfloat16", "s8": "int8", "u8": "int8", "s4": "int8"}
 
@@ -143,6 +143,25 @@ def predict_step(
         parts=tuple(parts),
         unknown=(*facts.unknown, *rates.unknown),
     )
+
+
+def time_of_each(
+    facts: ProgramFacts,
+    slice: Slice,
+    mesh: tuple[tuple[str, int], ...],
+    *,
+    places: tuple[tuple[int, ...], ...] | None = None,
+    constants: Constants | None = None,
+) -> dict[tuple[str, int], float]:
+    """What each operation has of the seconds that :func:`predict_step` predicts.
+
+    Args: as for :func:`predict_step`.
+
+    Returns:
+      By ``("piece" | "kernel" | "collective", index into that list of the facts)``. Collectives, and copies between
+      memories, have the time for which the others wait. The sum is the step's time.
+    """
+    return _run(facts, _Rates(Torus(slice, mesh, places), constants or Constants(), 1e-6, None)).each
 
 
 def _length(part: Part) -> float:
@@ -270,9 +289,11 @@ class _Clock:
     waited: float = 0.0
     exchanged: float = 0.0
     parts: dict[tuple[str, str], float] = field(default_factory=dict)
+    each: dict[tuple[str, int], float] = field(default_factory=dict)
 
-    def add(self, label: str, source: str, seconds: float) -> None:
+    def add(self, label: str, source: str, seconds: float, of: tuple[str, int]) -> None:
         self.parts[label, source] = self.parts.get((label, source), 0.0) + seconds
+        self.each[of] = self.each.get(of, 0.0) + seconds
 
     def repeat(self, other: _Clock, times: int) -> None:
         self.time += other.time * times
@@ -281,7 +302,9 @@ class _Clock:
         self.waited += other.waited * times
         self.exchanged += other.exchanged * times
         for key, seconds in other.parts.items():
-            self.add(*key, seconds * times)
+            self.parts[key] = self.parts.get(key, 0.0) + seconds * times
+        for of, seconds in other.each.items():
+            self.each[of] = self.each.get(of, 0.0) + seconds * times
 
 
 def _run(facts: ProgramFacts, rates: _Rates) -> _Clock:
@@ -305,16 +328,16 @@ def _line(facts: ProgramFacts, events: Iterable[Any], rates: _Rates) -> _Clock:
             clock.time += seconds
             if piece.flops:
                 clock.compute += seconds
-                clock.add("matrix products", source, seconds)
+                clock.add("matrix products", source, seconds, event)
             else:
                 clock.memory += seconds
-                clock.add("other work on the device", source, seconds)
+                clock.add("other work on the device", source, seconds, event)
         elif kind == "kernel":
             kernel = facts.kernels[index]
             seconds, source = rates.kernel(kernel)
             clock.time += seconds
             clock.compute += seconds
-            clock.add(f"kernel {kernel.name}", source, seconds)
+            clock.add(f"kernel {kernel.name}", source, seconds, event)
         elif kind in ("collective", "start"):
             seconds, links, label = rates.exchange(facts.collectives[index])
             begins = max([clock.time, *(free.get(link, 0.0) for link in links)])
@@ -323,9 +346,9 @@ def _line(facts: ProgramFacts, events: Iterable[Any], rates: _Rates) -> _Clock:
                 free[link] = begins + seconds
             ends["done", index] = begins + seconds
             if kind == "collective" or rates.worst:
-                _wait(clock, begins + seconds, label)
+                _wait(clock, begins + seconds, label, index)
         elif kind == "done":
-            _wait(clock, ends.pop(("done", index)), rates.exchange(facts.collectives[index])[2])
+            _wait(clock, ends.pop(("done", index)), rates.exchange(facts.collectives[index])[2], index)
         elif kind == "copy":
             begins = max(clock.time, free.get("copies", 0.0))
             free["copies"] = ends["copied", index] = begins + rates.copy(facts.pieces[index])
@@ -334,15 +357,15 @@ def _line(facts: ProgramFacts, events: Iterable[Any], rates: _Rates) -> _Clock:
             clock.time += left
             clock.memory += left
             if left:
-                clock.add("waiting for copies", "roofline", left)
+                clock.add("waiting for copies", "roofline", left, ("piece", index))
         else:
             raise PlanError(f"the schedule of the program has an event {kind!r} that is not known")
     return clock
 
 
-def _wait(clock: _Clock, until: float, label: str) -> None:
+def _wait(clock: _Clock, until: float, label: str, index: int) -> None:
     left = max(0.0, until - clock.time)
     clock.time += left
     clock.waited += left
     if left:
-        clock.add(label, "links", left)
+        clock.add(label, "links", left, ("collective", index))
