@@ -125,6 +125,6 @@ def _progress(*, quiet: bool) -> Iterator[Callable[[str, str, Any], None] | None
                 return
             took = "cached" if program.cached else f"{time.perf_counter() - started[words]:.0f} s"
             size = f"{program.memory.total / 2**30:.2f} GiB" if program.memory else "does not fit"
-            bar.console.print(f"{words}: {size} ({took})")
+            bar.console.print(f"{words}: {size} ({took})", soft_wrap=True)
 
         yield step

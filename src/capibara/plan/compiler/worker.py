@@ -58,7 +58,7 @@ def run(job: Job, folder: Path) -> CompiledProgram:
     except Exception as error:  # whatever a builder raises is its result
         return CompiledProgram(status="error", message=_words(error), versions=versions)
     dump = folder / "dump"
-    options: dict[str, Any] = {**job.compiler_options, "xla_dump_to": str(dump)}
+    options: dict[str, Any] = {**job.options, "xla_dump_to": str(dump)}
     start = time.perf_counter()
     known: dict[str, Any] = {
         "versions": versions,
