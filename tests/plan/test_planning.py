@@ -265,11 +265,11 @@ def test_settings_that_are_kept():
     meshed = tiny("tpu.topology=2x2", "tpu.num_chips=4")
     found = plan(meshed, "v4:2x2x1", compile=False, keep=("tpu.topology",), top=1000)
     assert {c.layout.mesh for c in found.candidates} == {(("data", 2), ("model", 2))}
-    with pytest.raises(PlanError, match="no layout of 8 devices has tpu.topology=2x2"):
+    with pytest.raises(PlanError, match=r"no layout of 8 devices has tpu.topology=2x2"):
         plan(meshed, "v4:2x2x2", compile=False, keep=("tpu.topology",))
     with pytest.raises(PlanError, match=r"keep: got 'train.steps', expected some of model.remat"):
         plan(config, "v4:2x2x1", compile=False, keep=("train.steps",))
-    with pytest.raises(DoesNotFitError, match="with model.remat=none.*train.batch_size"):
+    with pytest.raises(DoesNotFitError, match=r"with model.remat=none.*train.batch_size"):
         plan(config, "v4:2x2x1", compile=False, keep=("model.remat",), memory_limit_gb=0.001)
 
 

@@ -24,7 +24,8 @@ Shape = tuple[int, ...]
 
 DIMENSIONS = {"v4": 3, "v5p": 3, "v7x": 3, "v5e": 2, "v6e": 2}
 MOST_CHIPS = {"v4": 4096, "v5p": 6144, "v7x": 9216, "v5e": 256, "v6e": 256}
-# Of the slices that Google names by a number of cores (v4, v5p, TPU7x: the 3-D ones) or chips. The first are parts of hosts.
+# Of the slices that Google names by a number of cores (v4, v5p, TPU7x: the 3-D ones) or chips. The first are parts of
+# hosts.
 _GRIDS_3D: dict[int, Shape] = {
     1: (1, 1, 1),
     2: (1, 1, 2),

@@ -182,8 +182,8 @@ def plan(
       work: a configuration, its name or path (as ``ModularModelConfig.from_toml``), or a :class:`Work`.
       topology: ``"v4:2x2x4"``, ``"v4-32"``, ``"v5p:4x4x4"``, ``"v6e-16"`` …
       view: ``"chip"`` or ``"core"``, what a device is; by default a chip, if its cores can act as one.
-      memory_limit_gb: GiB that a device may use, if less than it has. The compiler is told so (it makes programs smaller
-        that are a little too large), and so is training, by the layout's flags.
+      memory_limit_gb: GiB that a device may use, if less than it has. The compiler is told so, and makes programs
+        smaller that are a little too large; training is told by the layout's flags.
       compile: whether to compile; otherwise figures are estimates and labelled as such. By default if the TPU
         compiler is installed; without it the plan is an estimate, whose notes say how to install it.
       max_compiles: maximum number of layouts to compile. top: how many to report.

@@ -87,8 +87,8 @@ def find_compiler() -> Compiler:
     """The ``libtpu`` of this environment.
 
     It is looked for in the folder that the variable CAPIBARA_LIBTPU names; else on the import path, and in the folder
-    ``libtpu`` of the environment (``pip install --target``: there JAX does not look for TPUs in every process), of which
-    the one that the installed JAX pins is taken, or else the first.
+    ``libtpu`` of the environment (``pip install --target``: there JAX does not look for TPUs in every process). Of these
+    two the one that the installed JAX pins is taken, or else the first.
 
     Raises:
       CompilerMissingError: there is none; the message says how to install it, or that this machine does not support
@@ -123,7 +123,7 @@ def _library(package: Path) -> str:
 
 
 def _version(folder: Path) -> str:
-    """Of the package in a folder; of several records the last that was written, for pip leaves others where they are."""
+    """Of the package in a folder; of several records the last that was written, for pip leaves the others there."""
     names = [
         (entry.stat().st_mtime, match[1])
         for entry in folder.glob("libtpu-*.dist-info")

@@ -1,7 +1,7 @@
 """The least memory that the compiler can fit a layout into, and how long its step takes then.
 
 Without a limit the compiler uses memory as it likes. Told of a limit just below that, it orders the program so that
-fewer buffers are live at once, which takes longer, or refuses it and says what the program would take. So that figure is
+fewer buffers are live at once, which takes longer, or refuses it and says what the program would take. That figure is
 the next limit to ask for, from below: a refusal takes seconds, and the first limit that is accepted ends the search.
 """
 

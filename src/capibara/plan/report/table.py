@@ -117,9 +117,9 @@ def _least_lines(least: LeastMemory | None) -> list[str]:
     """What the best candidate takes when the compiler makes it as small as it can."""
     if least is None:
         return []
-    name, value = least.layout.flags[-1]
+    flag = "=".join(least.layout.flags[-1])
     return [
-        f"       least   {size_text(least.hbm_bytes)} with {name}={value}: {least.seconds:.3g} s a step [the TPU compiler]"
+        f"       least   {size_text(least.hbm_bytes)} with {flag}: {least.seconds:.3g} s a step [the TPU compiler]"
     ]
 
 

@@ -1,9 +1,9 @@
 """Compile the most promising layout, correct the rough estimates by the result, and repeat.
 
 Rough estimates rank a few hundred layouts in milliseconds; the compiler takes half a minute for one. So the search
-compiles the best of several meshes first, and the best with each kind of rematerialisation, corrects the rough time and
-memory of every other layout by the results of its nearest compiled relatives, and continues while a layout that is not compiled yet may be better than the best
-compiled one. All results were compiled.
+compiles the best of several meshes and of each rematerialisation first, corrects the rough time and memory of every
+other layout by the results of its nearest compiled relatives, and continues while a layout that is not compiled yet may
+be better than the best compiled one. All results were compiled.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ __all__ = ["Compiled", "Search", "search"]
 _MARGIN = 1.10
 # Corrected estimates order the layouts of one mesh within about this much: what promises more is not compiled.
 _WORTH = 1.05
-# A mesh (or a kind of rematerialisation) whose best layout looks this much slower than the best of all is not compiled to
-# learn how rough that is.
+# A mesh or rematerialisation whose best layout looks this much slower than the best of all is not compiled to learn how
+# rough that is.
 _FAR = 1.75
 
 
