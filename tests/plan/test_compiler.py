@@ -287,7 +287,8 @@ def test_what_is_dropped_is_ours_and_unused(tmp_path, monkeypatch):
 def test_a_full_disk_is_said_before_compiling(tmp_path, monkeypatch):
     """Files can still be made on it, and hold nothing."""
     monkeypatch.setattr("capibara.plan.compiler.pool.find_compiler", lambda: Compiler("1.0", None))
-    monkeypatch.setattr("tempfile.TemporaryFile", lambda **_: Path("/dev/full").open("wb"))
+    full = lambda **_: open("/dev/full", "wb")  # noqa: E731, SIM115
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
     with pytest.raises(PlanError, match=r"cannot be kept in .*No space left on device.*--cache"):
         compile_program(job("product", rows=8), cache=ProgramCache(tmp_path))
 

@@ -87,8 +87,8 @@ def find_compiler() -> Compiler:
     """The ``libtpu`` of this environment.
 
     It is looked for in the folder that the variable CAPIBARA_LIBTPU names; else on the import path, and in the folder
-    ``libtpu`` of the environment (``pip install --target``: there JAX does not look for TPUs in every process). Of these
-    two the one that the installed JAX pins is taken, or else the first.
+    ``libtpu`` of the environment (``pip install --target``: there JAX does not look for TPUs in every process), of
+    which two the one that the installed JAX pins is taken, or else the first.
 
     Raises:
       CompilerMissingError: there is none; the message says how to install it, or that this machine does not support
