@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from capibara.config import ModularModelConfig
 from capibara.config.overrides import setting_text
 from capibara.plan.compiler import Job
-from capibara.plan.compiler.limits import LIMIT, limit_option
+from capibara.plan.compiler.limits import within
 from capibara.plan.errors import PlanError
 from capibara.plan.slices import Slice
 from capibara.plan.work import Rough, Work
@@ -92,13 +92,13 @@ class Narrowed:
 
     Attributes:
       work: the other one.
+      limit_bytes: what a device may use: its layouts are compiled for that.
       kept: what its layouts keep, with the rows of a batch; None: nothing.
-      limit_bytes: what a device may use, if less than it has: its layouts are compiled for that.
     """
 
     work: Work
+    limit_bytes: int
     kept: tuple[Kept, int] | None = None
-    limit_bytes: int | None = None
 
     @property
     def title(self) -> str:
@@ -132,10 +132,7 @@ class Narrowed:
                     f"train.batch_size={rows} must be a multiple of the microbatches times the devices along 'data'. "
                     "Leave out one of these settings"
                 )
-        for layout in left:
-            if self.limit_bytes is not None and LIMIT not in layout.compiler_options:
-                layout = replace(layout, flags=(*layout.flags, limit_option(self.limit_bytes)))
-            yield layout
+        yield from (within(layout, self.limit_bytes, target) for layout in left)
 
     def rough(self, layout: Layout, target: Slice) -> Rough:
         """What it would take, without a compiler."""

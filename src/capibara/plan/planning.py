@@ -208,9 +208,7 @@ def plan(
     limit = limit_of(target, memory_limit_gb)
     check_counts(max_compiles=max_compiles, top=top, **({} if workers is None else {"workers": workers}))
     notes: list[str] = []
-    narrowed = Narrowed(
-        task, _kept(task, keep, notes), limit_bytes=limit if limit < target.usable_hbm_bytes else None
-    )
+    narrowed = Narrowed(task, limit, _kept(task, keep, notes))
     if is_part_of_host(target.generation, target.shape):
         whole = Slice(target.generation, at_least(target.generation, 2) or target.shape)
         notes.append(
