@@ -293,6 +293,26 @@ def test_a_full_disk_is_said_before_compiling(tmp_path, monkeypatch):
         compile_program(job("product", rows=8), cache=ProgramCache(tmp_path))
 
 
+def test_a_full_temporary_disk_is_one_line(tmp_path, monkeypatch):
+    from capibara.plan.compiler.worker import _write_text
+
+    (tmp_path / "work" / "dump").mkdir(parents=True)
+    assert _write_text(tmp_path / "work", "HloModule x") is None
+    usage = SimpleNamespace(free=1000)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    assert "less than 1 MiB is left. Set TMPDIR" in str(_write_text(tmp_path / "work", "HloModule x"))
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("gzip.open", full)
+    reason = _write_text(tmp_path / "work", "HloModule x")
+    assert reason is not None
+    assert reason.startswith(f"the compiler needs more room in {tmp_path}: No space left on device.")
+    # What is there is not the result.
+    assert not list((tmp_path / "work").iterdir())
+
+
 def test_what_cannot_be_kept_is_said_before_compiling(tmp_path, monkeypatch):
     monkeypatch.setattr("capibara.plan.compiler.pool.find_compiler", lambda: Compiler("1.0", None))
     (tmp_path / "file").write_text("")

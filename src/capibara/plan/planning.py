@@ -432,7 +432,9 @@ def _check(found: Search, task: Work, target: Slice, limit: int) -> None:
         raise _no_layout(task, target)
     errors = [c for c in found.compiled if c.program.status == "error"]
     if len(errors) == len(found.compiled):
-        raise PlanError(f"the program could not be made or compiled:\n{errors[0].program.message}")
+        message = errors[0].program.message
+        gap = "\n" if "\n" in message else " "
+        raise PlanError(f"the program could not be made or compiled:{gap}{message}")
 
     def size(program: CompiledProgram) -> int:
         return program.memory.total if program.memory else program.needed_bytes or 0
