@@ -104,6 +104,12 @@ def test_settings_given_by_hand_are_kept(capsys):
     assert "no layout of 4 devices has tpu.topology=8x1" in said(
         capsys, *arguments, "tpu.topology=8x1", "tpu.num_chips=8"
     )
+    # What follows from the slice is replaced.
+    assert main(["plan", *arguments, "tpu.enabled=false"]) == 0
+    assert "note: replaced by the plan's own: tpu.enabled=false by true" in capsys.readouterr().out
+    served = ("--serve", "--no-compile", "--prompt-length", "8", "--output-length", "8")
+    assert main(["plan", *served, "--topology", "v5e:2x2", *TINY, "model.remat=none"]) == 0
+    assert "model.remat: settings of training, without effect here" in capsys.readouterr().err
     # A limit by its setting is one, too; the option comes first.
     for more, limit in (((), 2), (("--memory-limit", "3"), 3)):
         assert main(["plan", *arguments, "--json", "tpu.memory_limit_gb=2", *more]) == 0

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from capibara.cli._json import print_json
+from capibara.cli._layout_settings import GivenByHand
 from capibara.cli._models import named_config
 from capibara.errors import ConfigError
 
@@ -62,6 +63,12 @@ def run_serving(args: argparse.Namespace) -> int:
     from capibara.plan.serving import UnreachableTargetError, plan_serving
 
     config, _ = named_config(args)
+    given = GivenByHand.of(config, args)
+    if given.kept:
+        print(
+            f"capibara plan: {', '.join(given.kept)}: settings of training, without effect here",
+            file=sys.stderr,
+        )
     topology = None if args.topology is None else [each.strip() for each in args.topology.split(",")]
     try:
         with _progress(quiet=args.json) as progress:
@@ -74,7 +81,7 @@ def run_serving(args: argparse.Namespace) -> int:
                 time_to_first_token_ms=args.first_token_ms,
                 dtype=args.dtype or "bfloat16",
                 view=args.view,
-                memory_limit_gb=args.memory_limit,
+                memory_limit_gb=given.memory_limit_gb,
                 compile=not args.no_compile,
                 max_compiles=args.max_compiles,
                 region=args.region,

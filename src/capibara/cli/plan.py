@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from capibara.cli._json import print_json
+from capibara.cli._layout_settings import GivenByHand
 from capibara.cli._models import further_config, named_config
 from capibara.cli._serving import add_serving_arguments, check_serving_arguments, run_serving
 from capibara.errors import ConfigError
 
 if TYPE_CHECKING:
-    from capibara.config import ModularModelConfig
     from capibara.plan import Plan
     from capibara.sharding import Layout
 
@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         config, source = further_config(args.model, args.overrides), args.model
         base = further_config(args.model, ())
-    keep, limit = _given(config, args)
+    given = GivenByHand.of(config, args)
     if args.workers is not None and args.workers < 1:
         raise ConfigError(f"--workers must be at least 1, got {args.workers}")
     try:
@@ -150,11 +150,11 @@ def run(args: argparse.Namespace) -> int:
                 config,
                 _topology(args),
                 view=args.view,
-                memory_limit_gb=limit,
+                memory_limit_gb=given.memory_limit_gb,
                 compile=_compile(args),
                 max_compiles=args.max_compiles,
                 top=args.top,
-                keep=keep,
+                keep=given.kept,
                 least_memory=args.least_memory,
                 region=args.region,
                 term=args.term,
@@ -163,12 +163,13 @@ def run(args: argparse.Namespace) -> int:
                 workers=args.workers,
                 progress=progress,
             )
-            found = dataclasses.replace(found, config_name=source, base=base)
+            notes = (*found.notes, *given.notes(config, found.best.layout.settings()))
+            found = dataclasses.replace(found, config_name=source, base=base, notes=notes)
     except DoesNotFitError as error:
         report = None
         if args.explain:
             with _progress(1 + _TRIED, quiet=args.json) as progress:
-                report = _explained(config, error.layout, args, limit, progress)
+                report = _explained(config, error.layout, args, given.memory_limit_gb, progress)
         if args.json:
             told = {} if report is None else {"explanation": report.to_json()}
             print_json({"fits": False, "error": str(error), **told})
@@ -200,19 +201,6 @@ def _compile(args: argparse.Namespace) -> bool | None:
 
 def _topology(args: argparse.Namespace) -> str:
     return "v4-32" if args.topology is None else args.topology
-
-
-def _given(config: ModularModelConfig, args: argparse.Namespace) -> tuple[list[str], float | None]:
-    """The settings of a layout that were given by hand, and the limit of memory."""
-    from capibara.config import ModularModelConfig
-    from capibara.config.overrides import override_names
-    from capibara.plan.narrowed import LAYOUT_SETTINGS
-
-    names = override_names(args.overrides, ModularModelConfig)
-    limit = args.memory_limit
-    if limit is None and "tpu.memory_limit_gb" in names:
-        limit = config.tpu.memory_limit_gb
-    return [name for name in names if name in LAYOUT_SETTINGS], limit
 
 
 def _show_compiler_notes() -> None:

@@ -108,7 +108,7 @@ def run(job: Job, folder: Path) -> CompiledProgram:
 
 
 def _write_text(folder: Path, text: str) -> str | None:
-    """Write a compiled program; why it cannot be, where the disk is full. What the compiler wrote is then cut off, too."""
+    """Write a compiled program; why it cannot be, where the disk is full, and what the compiler wrote cut off."""
     path = folder / "program.hlo.gz"
     try:
         with gzip.open(path, "wb", compresslevel=3) as stream:
@@ -121,7 +121,9 @@ def _write_text(folder: Path, text: str) -> str | None:
     # Room for the result.
     path.unlink(missing_ok=True)
     remove_folder(folder / "dump")
-    return f"the compiler needs more room in {folder.parent}: {reason}. Set TMPDIR to a folder on another disk"
+    return (
+        f"the compiler needs more room in {folder.parent}: {reason}. Set TMPDIR to a folder on another disk"
+    )
 
 
 def _builder(name: str) -> Any:
