@@ -17,6 +17,7 @@ __all__ = [
     "is_part_of_host",
     "is_rented",
     "nearest",
+    "rented_grids",
     "usual_grid",
 ]
 
@@ -103,3 +104,8 @@ def _grids(generation: str) -> dict[int, Shape]:
 
 def _rented(generation: str) -> dict[int, Shape]:
     return {n: grid for n, grid in _grids(generation).items() if is_rented(generation, grid)}
+
+
+def rented_grids(generation: str) -> list[Shape]:
+    """Grids of the slices that have names, the smallest first."""
+    return list(_rented(generation).values())

@@ -14,7 +14,7 @@ from capibara.hardware import Price
 from capibara.plan.candidate import Candidate
 from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_program, find_compiler
 from capibara.plan.errors import CompilerMissingError, DoesNotFitError, PlanError
-from capibara.plan.grids import MOST_CHIPS, at_least, is_part_of_host
+from capibara.plan.grids import MOST_CHIPS, at_least
 from capibara.plan.memory.least import LeastMemory, find_least_memory
 from capibara.plan.narrowed import Kept, Narrowed
 from capibara.plan.planned import train_command
@@ -23,7 +23,7 @@ from capibara.plan.search.best_first import Search, search
 from capibara.plan.sizes import limit_text, size_text
 from capibara.plan.slices import Slice, parse_slice
 from capibara.plan.time import Part, StepTime, predict_step
-from capibara.plan.validation import COMPILE_REMEDY, check_counts, limit_of, price_of
+from capibara.plan.validation import COMPILE_REMEDY, check_counts, host_notes, limit_of, price_of
 from capibara.plan.work import Rough, TrainWork, Work
 from capibara.sharding import Layout
 
@@ -209,11 +209,7 @@ def plan(
     check_counts(max_compiles=max_compiles, top=top, **({} if workers is None else {"workers": workers}))
     notes: list[str] = []
     narrowed = Narrowed(task, limit, _kept(task, keep, notes))
-    if is_part_of_host(target.generation, target.shape):
-        whole = Slice(target.generation, at_least(target.generation, 2) or target.shape)
-        notes.append(
-            f"{target.text} is a part of a host, which is rented as {whole}; the price is that part's"
-        )
+    notes += host_notes(target)
     price = price_of(target, region, term, prices, notes)
     if compile is None:
         compile = _can_compile(notes)
