@@ -1,4 +1,5 @@
-"""Installs each extra alone into an environment of its own, and runs the first command of every page that needs it.
+"""Installs each extra alone into an environment of its own, and runs the first command of every page that needs it; of
+planning all of them.
 
     python .ci/extras.py [EXTRA …]
 
@@ -8,6 +9,7 @@ into which pip then puts what the extra adds, so that each holds exactly what a 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -31,6 +33,21 @@ header = json.dumps({"w": {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 
 open("model.safetensors", "wb").write(struct.pack("<Q", len(header)) + header + bytes(64))"""
 
 
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 1024,
+    "max_position_embeddings": 512,
+}
+
+
 class Failed(Exception):
     """A command did not do what its page says."""
 
@@ -52,8 +69,8 @@ class Environment:
             "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
         }
 
-    def run(self, *command: str, quiet: bool = False) -> str:
-        """What a command prints. With ``quiet`` it must print nothing on standard error."""
+    def run(self, *command: str, quiet: bool = False, code: int = 0) -> str:
+        """What a command prints; it must end with ``code``, and with ``quiet`` print nothing on standard error."""
         done = subprocess.run(
             command,
             cwd=self.work,
@@ -64,7 +81,7 @@ class Environment:
             check=False,
         )
         words = " ".join(command)[:300]
-        if done.returncode != 0:
+        if done.returncode != code:
             raise Failed(
                 f"{words}\nexit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
             )
@@ -74,11 +91,11 @@ class Environment:
             raise Failed(f"{words}\nprinted on standard error:\n{done.stderr[-4000:]}")
         return done.stdout
 
-    def page(self, page: str, line: str, *more: str) -> str:
+    def page(self, page: str, line: str, *more: str, code: int = 0) -> str:
         """Run a command line that a page shows, with ``more`` arguments that make it small."""
         if line not in (ROOT / page).read_text(encoding="utf-8"):
             raise Failed(f"{page} no longer shows {line!r}: change .ci/extras.py with it")
-        return self.run(*line.split(), *more)
+        return self.run(*line.split(), *more, code=code)
 
     def blocks(self, page: str, *containing: str) -> None:
         """Run blocks of Python of a page as one program: the first that holds each text."""
@@ -119,12 +136,27 @@ def train(e: Environment) -> None:
 def plan(e: Environment) -> None:
     e.run(str(e.python), "-c", ORDINARY, quiet=True)
     line = "capibara plan --config production/tpu_v4 --topology v4-32"
-    small = ["num_layers=2", "embed_dim=256", "num_heads=4", "num_kv_heads=4", "train.sequence_length=256"]
-    out = e.page(
-        "docs/plan.md", line, *small, "--max-compiles", "1", "--workers", "1", "--report", "plan.html"
-    )
-    if re.search(r"nothing was compiled|not installed|figures may be off", out):
-        raise Failed(f"capibara plan did not use the TPU compiler that JAX pins:\n{out}")
+    model = ["num_layers=2", "embed_dim=256", "num_heads=4", "num_kv_heads=4"]
+    small = [*model, "train.sequence_length=256", "--max-compiles", "1", "--workers", "1"]
+    shown = [e.page("docs/plan.md", line, *small, "--report", "plan.html")]
+    lock = "capibara plan --config production/tpu_v4 --topology v5e:2x4 train.batch_size=64 --lock plan.lock"
+    shown.append(e.page("docs/plan.md", lock, *small))
+    e.page("docs/plan.md", "capibara plan --check plan.lock")
+    large = "capibara plan --config production/tpu_v4 --topology v5e:2x2 --memory-limit 4 --explain"
+    less = ["--memory-limit", "0.05", "train.batch_size=8"]
+    if "The largest buffers" not in (out := e.page("docs/plan.md", large, *small, *less, code=1)):
+        raise Failed(f"--explain explains nothing:\n{out}")
+    (e.work / "Llama-3.1-8B").mkdir()
+    (e.work / "Llama-3.1-8B" / "config.json").write_text(json.dumps(LLAMA))
+    further = "capibara plan --model Llama-3.1-8B --topology v5p:2x2x2 train.sequence_length=4096 train.batch_size=8"
+    shown.append(e.page("docs/families.md", further, "train.sequence_length=128", "--max-compiles", "1"))
+    line = "capibara plan --serve --config production/tpu_v4 --topology v4:2x2x1,v5e:2x2 --prompt-length 512"
+    served = ["--output-length", "128", "--topology", "v5e:2x2", "--max-compiles", "4", "--workers", "1"]
+    shown.append(e.page("docs/plan/serving.md", line, *model, *served))
+    e.blocks("docs/plan.md", "work = step_work(")
+    for out in shown:
+        if re.search(r"nothing was compiled|not installed|figures may be off", out):
+            raise Failed(f"capibara plan did not use the TPU compiler that JAX pins:\n{out}")
 
 
 def torch(e: Environment) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tpu_compiler import needs_libtpu
@@ -165,6 +166,46 @@ def test_no_compiler(monkeypatch, tmp_path):
         find_compiler()
 
 
+def package(folder: Path, *versions: str) -> Path:
+    """A folder with a libtpu, whose records were written in this order."""
+    (folder / "libtpu").mkdir(parents=True)
+    for name in ("__init__.py", "libtpu.so"):
+        (folder / "libtpu" / name).touch()
+    for number, version in enumerate(versions):
+        record = folder / f"libtpu-{version}.dist-info"
+        record.mkdir()
+        os.utime(record, (number, number))
+    return folder
+
+
+def test_the_compiler_that_jax_pins_is_taken_wherever_it_is(monkeypatch, tmp_path):
+    monkeypatch.delenv("CAPIBARA_LIBTPU", raising=False)
+    monkeypatch.setattr("capibara.jax_versions.required_libtpu", lambda: "0.0.42.*")
+    on_path, beside = package(tmp_path / "a", "0.0.50"), package(tmp_path / "b" / "libtpu", "0.0.42.1")
+    origin = SimpleNamespace(origin=str(on_path / "libtpu" / "__init__.py"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: origin)
+    # Somewhere else there is none: the one on the path is taken, with a note.
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    found = find_compiler()
+    assert (found.version, found.path) == ("0.0.50", None)
+    assert "pip install 'libtpu==0.0.42.*'" in found.notes()[0]
+    monkeypatch.setattr("sys.prefix", str(tmp_path / "b"))
+    found = find_compiler()
+    assert (found.version, found.path, found.notes()) == ("0.0.42.1", str(beside), [])
+    # The library of this process, or one that a user named, is not loaded in its place.
+    monkeypatch.setenv("TPU_LIBRARY_PATH", str(on_path / "libtpu" / "libtpu.so"))
+    assert found.environment()["TPU_LIBRARY_PATH"] == str(beside / "libtpu" / "libtpu.so")
+    assert found.environment()["PYTHONPATH"].startswith(str(beside))
+    monkeypatch.setenv("CAPIBARA_LIBTPU", str(on_path))
+    assert find_compiler().version == "0.0.50"
+
+
+def test_records_that_pip_left_are_not_the_version(monkeypatch, tmp_path):
+    """``pip install --target`` writes a new one beside them."""
+    monkeypatch.setenv("CAPIBARA_LIBTPU", str(package(tmp_path, "0.0.9", "0.0.50", "0.0.42.1")))
+    assert find_compiler().version == "0.0.42.1"
+
+
 def test_memory_adds_up():
     memory = Memory(arguments=10, outputs=4, aliased=3, temporaries=5, kinds={"parameters": 7})
     assert memory.total == 10 + 4 - 3 + 5
@@ -241,6 +282,35 @@ def test_what_is_dropped_is_ours_and_unused(tmp_path, monkeypatch):
     assert store.get(used) is not None
     assert store.get(unused) is None
     assert not store.paths(unused)[1].exists()
+
+
+def test_a_full_disk_is_said_before_compiling(tmp_path, monkeypatch):
+    """Files can still be made on it, and hold nothing."""
+    monkeypatch.setattr("capibara.plan.compiler.pool.find_compiler", lambda: Compiler("1.0", None))
+    full = lambda **_: open("/dev/full", "wb")  # noqa: E731, SIM115
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    with pytest.raises(PlanError, match=r"cannot be kept in .*No space left on device.*--cache"):
+        compile_program(job("product", rows=8), cache=ProgramCache(tmp_path))
+
+
+def test_a_full_temporary_disk_is_one_line(tmp_path, monkeypatch):
+    from capibara.plan.compiler.worker import _write_text
+
+    (tmp_path / "work" / "dump").mkdir(parents=True)
+    assert _write_text(tmp_path / "work", "HloModule x") is None
+    usage = SimpleNamespace(free=1000)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    assert "less than 1 MiB is left. Set TMPDIR" in str(_write_text(tmp_path / "work", "HloModule x"))
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("gzip.open", full)
+    reason = _write_text(tmp_path / "work", "HloModule x")
+    assert reason is not None
+    assert reason.startswith(f"the compiler needs more room in {tmp_path}: No space left on device.")
+    # What is there is not the result.
+    assert not list((tmp_path / "work").iterdir())
 
 
 def test_what_cannot_be_kept_is_said_before_compiling(tmp_path, monkeypatch):

@@ -32,6 +32,7 @@ def said(capsys, *arguments: str) -> str:
         ["model.num_layers=3"],
         ["--no-compile"],
         ["--explain"],
+        ["--least-memory"],
         ["--report", "x.html"],
         ["--lock", "y.lock"],
         ["--term", "spot"],
@@ -46,7 +47,7 @@ def test_a_check_ignores_nothing(ignored, capsys, tmp_path):
 def test_options_of_other_plans(capsys):
     assert "--tolerance is for --check" in said(capsys, "--tolerance", "0.1")
     serving = ("--serve", "--prompt-length", "8", "--output-length", "8")
-    for option in (["--explain"], ["--top", "2"], ["--tolerance", "0.1"]):
+    for option in (["--explain"], ["--least-memory"], ["--top", "2"], ["--tolerance", "0.1"]):
         assert f"{option[0]} cannot be combined with --serve" in said(capsys, *serving, *option)
 
 
@@ -65,6 +66,56 @@ def test_a_file_that_fails_at_last_is_no_traceback(capsys, tmp_path, monkeypatch
     monkeypatch.setattr("capibara.plan.report.page.write_report", full)
     arguments = ("--no-compile", "--topology", "v5e:2x2", "--report", str(tmp_path / "plan.html"), *TINY)
     assert "plan.html cannot be written: No space left on device" in said(capsys, *arguments, "--json")
+
+
+@pytest.mark.parametrize(
+    "option", ["--topology", "--config", "--model", "--region", "--term", "--prices", "--cache", "--check"]
+)
+def test_an_empty_text_is_not_the_default(option, capsys):
+    assert f"{option}: got '', expected a value" in said(capsys, option, "")
+
+
+@pytest.mark.parametrize(
+    ("topology", "nearest"),
+    [("v4-192", "v4:4x4x8 (128 chips, v4-256)"), ("v4:5x5x5", "v4:4x4x4"), ("v5e:4x6", "v5e:4x8")],
+)
+def test_slices_that_nobody_can_rent_are_refused(topology, nearest, capsys):
+    for more in ((), ("--serve", "--prompt-length", "8", "--output-length", "8")):
+        words = said(capsys, "--topology", topology, "--no-compile", *more)
+        assert f"topology={topology!r}: no slice of " in words
+        assert nearest in words
+
+
+def test_settings_given_by_hand_are_kept(capsys):
+    given = (
+        "model.remat=none",
+        "gradient_accumulation_steps=2",
+        "tpu.flags=xla_enable_async_all_gather=false",
+    )
+    arguments = ("--no-compile", "--topology", "v5e:2x2", *TINY)
+    assert main(["plan", *arguments, *given]) == 0
+    out = capsys.readouterr().out
+    assert "note: kept as given: model.remat=none, train.gradient_accumulation_steps=2, tpu.flags=xla_" in out
+    for setting in ("model.remat=none", "train.gradient_accumulation_steps=2", given[2]):
+        assert f" {setting}" in out.partition("run ")[2]
+    # Those of the configuration's file are what a plan replaces.
+    assert main(["plan", *arguments, "--json"]) == 0
+    assert not any("kept" in note for note in json.loads(capsys.readouterr().out)["notes"])
+    assert "no layout of 4 devices has tpu.topology=8x1" in said(
+        capsys, *arguments, "tpu.topology=8x1", "tpu.num_chips=8"
+    )
+    # What follows from the slice is replaced.
+    assert main(["plan", *arguments, "tpu.enabled=false"]) == 0
+    assert "note: replaced by the plan's own: tpu.enabled=false by true" in capsys.readouterr().out
+    served = ("--serve", "--no-compile", "--prompt-length", "8", "--output-length", "8")
+    assert main(["plan", *served, "--topology", "v5e:2x2", *TINY, "model.remat=none"]) == 0
+    assert "model.remat: settings of training, without effect here" in capsys.readouterr().err
+    # A limit by its setting is one, too; the option comes first.
+    for more, limit in (((), 2), (("--memory-limit", "3"), 3)):
+        assert main(["plan", *arguments, "--json", "tpu.memory_limit_gb=2", *more]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["limit_bytes"] == limit << 30
+        assert f"xla_tpu_max_hbm_size_mib={limit << 10}" in " ".join(found["candidates"][0]["overrides"])
 
 
 def test_an_estimate(capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from tpu_compiler import needs_libtpu
@@ -17,7 +18,10 @@ from capibara.plan import (
     plan,
     step_work,
 )
+from capibara.plan.compiler import ProgramCache, compile_program
+from capibara.plan.compiler.limits import LIMIT, limit_option
 from capibara.plan.lock import check_lock
+from capibara.plan.memory.least import find_least_memory
 from capibara.plan.search.best_first import search
 from capibara.plan.work import Rough, TrainWork
 from capibara.sharding import Layout
@@ -208,10 +212,165 @@ def test_only_the_best_is_tried_with_other_flags(compiled_at_once):
 
 
 def test_layouts_that_are_nearly_as_good_are_compiled_while_there_is_room(compiled_at_once):
-    first, second, third = (Layout(mesh=(("data", 4),), remat=r) for r in ("none", "dots", "full"))
+    first, second, third = (Layout(mesh=(("data", 4),), microbatches=m) for m in (1, 2, 4))
     rough, real = {first: 1.0, second: 1.03, third: 1.2}, {first: 1.0, second: 0.95, third: 0.5}
     assert _searched(rough, real) == [first, second]
     assert _searched(rough, real, max_compiles=1) == [first]
+
+
+def test_each_rematerialisation_is_compiled_before_the_rough_order_is_believed(compiled_at_once):
+    """Rough figures have what is recomputed a third too slow; on another mesh nothing is tried twice for it."""
+    none, dots, full = (Layout(mesh=(("data", 4), ("model", 1)), remat=r) for r in ("none", "dots", "full"))
+    more = [replace(full, microbatches=m) for m in (2, 4)]
+    other = [replace(k, mesh=(("data", 1), ("model", 4))) for k in (none, full)]
+    rough = {none: 1.0, dots: 1.2, full: 1.33, more[0]: 1.34, more[1]: 1.6}
+    real = {none: 1.0, dots: 1.2, full: 1.0, more[0]: 0.95, more[1]: 1.3}
+    assert _searched(rough, real, max_compiles=1) == [none]
+    assert _searched(rough, real) == [none, dots, full, more[0]]
+    # Slower there without rematerialisation, so slower with it: it is not compiled there.
+    rough |= {other[0]: 1.1, other[1]: 1.45}
+    real |= {other[0]: 1.65, other[1]: 1.6}
+    assert _searched(rough, real) == [none, dots, full, other[0], more[0]]
+    # What looks far slower is left out.
+    assert _searched({none: 1.0, full: 1.8}, {none: 1.0, full: 0.5}) == [none]
+
+
+def test_batches_divide_into_any_number_of_microbatches():
+    """960 rows over 64 devices are 3 microbatches of 5 rows, or 5 of 3."""
+    from capibara.plan.memory.remedies import changes
+
+    work, target = TrainWork(tiny("train.batch_size=960")), parse_slice("v4-128")
+    counts = {k.microbatches for k in work.layouts(target) if k.axis_sizes == {"data": 64, "model": 1}}
+    assert counts == {1, 3, 5, 15}
+    layout = Layout(mesh=(("data", 64), ("model", 1)))
+    remedies = {each.layout.microbatches for each in changes(work.config, layout, target)}
+    assert {1, 3, 5, 15} <= remedies
+
+
+def test_settings_that_are_kept():
+    config = tiny("model.remat=none", "train.gradient_accumulation_steps=2", "tpu.flags=xla_some=true")
+    keep = ("model.remat", "train.gradient_accumulation_steps", "tpu.flags")
+    found = plan(config, "v4:2x2x1", compile=False, keep=keep, top=1000)
+    assert {(c.layout.remat, c.layout.microbatches, c.layout.flags) for c in found.candidates} == {
+        ("none", 2, (("xla_some", "true"),))
+    }
+    assert len({c.layout for c in found.candidates}) == len(found.candidates) > 3
+    assert (
+        "kept as given: model.remat=none, train.gradient_accumulation_steps=2, tpu.flags=xla_some=true"
+        in found.notes
+    )
+    assert {c.layout.remat for c in plan(config, "v4:2x2x1", compile=False, top=1000).candidates} == {
+        *("none", "dots", "full")
+    }
+    meshed = tiny("tpu.topology=2x2", "tpu.num_chips=4")
+    found = plan(meshed, "v4:2x2x1", compile=False, keep=("tpu.topology",), top=1000)
+    assert {c.layout.mesh for c in found.candidates} == {(("data", 2), ("model", 2))}
+    with pytest.raises(PlanError, match=r"no layout of 8 devices has tpu.topology=2x2"):
+        plan(meshed, "v4:2x2x2", compile=False, keep=("tpu.topology",))
+    with pytest.raises(PlanError, match=r"keep: got 'train.steps', expected some of model.remat"):
+        plan(config, "v4:2x2x1", compile=False, keep=("train.steps",))
+    with pytest.raises(DoesNotFitError, match=r"with model.remat=none.*train.batch_size"):
+        plan(config, "v4:2x2x1", compile=False, keep=("model.remat",), memory_limit_gb=0.001)
+
+
+def test_a_limit_goes_to_the_compiler_and_to_training():
+    work, target = TrainWork(tiny()), parse_slice("v4:2x2x1")
+    layout = next(work.layouts(target))
+    # Without a limit a program may use what a device has, whatever the compiler assumes.
+    assert work.job(layout, target).to_json()["compiler_options"][LIMIT] == str(int(30.75 * 1024))
+    assert work.job(layout, parse_slice("v5p:2x2x1")).options[LIMIT] == str(int(95.73 * 1024))
+    assert LIMIT not in layout.compiler_options
+    found = plan(tiny(), target, compile=False, memory_limit_gb=2.5)
+    assert {c.layout.compiler_options[LIMIT] for c in found.candidates} == {"2560"}
+    assert f"{LIMIT}=2560" in " ".join(found.overrides())
+    assert work.job(found.best.layout, target).options[LIMIT] == "2560"
+    for limit in (None, 64.0):
+        best = plan(tiny(), target, compile=False, memory_limit_gb=limit).best
+        assert LIMIT not in best.layout.compiler_options
+    assert limit_option(1) == (LIMIT, "1")
+
+
+def test_advice_names_a_slice_that_exists():
+    """96 chips are no slice of v4."""
+    from capibara.plan.planning import _does_not_fit
+
+    task, target = TrainWork(tiny()), parse_slice("v4:2x4x4")
+    text = _does_not_fit(task, target, 1 << 30, 3 << 30, {}, "estimated")
+    assert "A slice such as v4:4x4x8 (128 chips, v4-256), a smaller" in text
+    text = _does_not_fit(task, target, 1 << 20, 1 << 30, {}, "estimated")
+    assert "More than the 4096 chips of a v4 pod" in text
+
+
+def test_a_part_of_a_host_is_priced_with_a_note():
+    found = plan(tiny(), "v4:1x1x2", compile=False)
+    assert any("v4:1x1x2 is a part of a host, which is rented as v4:2x2x1 (4 chips" in n for n in found.notes)
+    assert not any("part of a host" in n for n in plan(tiny(), "v4:2x2x1", compile=False).notes)
+
+
+@pytest.fixture
+def small_programs(monkeypatch):
+    """A compiler that needs 100 MiB, or 90 with a limit from there; a refusal says 5 MiB too little."""
+    from capibara.plan.compiler import CompiledProgram, Memory
+
+    asked: list[int] = []
+
+    def compile_program(job, *, cache=None):
+        asked.append(int(job.options[LIMIT]))
+        if asked[-1] < 90:
+            return CompiledProgram(status="oom", needed_bytes=max(60, min(asked[-1] + 9, 85)) << 20)
+        memory = Memory(arguments=50 << 20, outputs=0, aliased=0, temporaries=40 << 20)
+        return CompiledProgram(status="ok", memory=memory)
+
+    def of(temporaries: int) -> CompiledProgram:
+        memory = Memory(arguments=50 << 20, outputs=0, aliased=0, temporaries=temporaries << 20)
+        return CompiledProgram(status="ok", memory=memory)
+
+    monkeypatch.setattr("capibara.plan.memory.least.compile_program", compile_program)
+    monkeypatch.setattr("capibara.plan.memory.least.read_program", lambda text: None)
+    monkeypatch.setattr(CompiledProgram, "text", "")
+    monkeypatch.setattr(
+        "capibara.plan.memory.least.predict_step", lambda *_, **__: SimpleNamespace(seconds=2.0)
+    )
+    return asked, of
+
+
+def test_the_least_memory_is_looked_for_from_below(small_programs):
+    asked, of = small_programs
+    work, target = TrainWork(tiny()), parse_slice("v4:2x2x1")
+    layout = next(work.layouts(target))
+    found = find_least_memory(work, target, layout, of(50))
+    assert found is not None
+    assert asked == sorted(asked)
+    assert asked[0] == 50
+    assert found.limit_bytes == asked[-1] << 20
+    assert 90 << 20 <= found.limit_bytes < 95 << 20
+    assert (found.hbm_bytes, found.seconds) == (90 << 20, 2.0)
+    assert found.layout.compiler_options[LIMIT] == str(asked[-1])
+    json.dumps(found.to_json())
+    # Where the compiler cannot do with less there is nothing to say.
+    assert find_least_memory(work, target, layout, of(40)) is None
+
+
+def test_only_the_compiler_knows_the_least_memory():
+    with pytest.raises(PlanError, match="least_memory: only the compiler"):
+        plan(tiny(), "v4:2x2x1", compile=False, least_memory=True)
+
+
+@needs_libtpu
+def test_the_compiler_keeps_to_a_limit(tmp_path):
+    """It refuses a program that takes more, and with --least-memory it makes one smaller, or says that it cannot."""
+    config = tiny("train.batch_size=64")
+    free = plan(config, "v4:1x1x1", max_compiles=1, cache=tmp_path, least_memory=True)
+    if (least := free.least_memory) is not None:
+        assert least.hbm_bytes <= least.limit_bytes < free.best.hbm_bytes
+    else:
+        assert any("cannot fit the best layout into less memory" in note for note in free.notes)
+    work, target = TrainWork(config), parse_slice("v4:1x1x1")
+    held = sum(free.best.memory[kind] for kind in ("parameters", "optimizer"))
+    small = replace(free.best.layout, flags=(*free.best.layout.flags, limit_option(held)))
+    refused = compile_program(work.job(small, target), cache=ProgramCache(tmp_path))
+    assert refused.status == "oom"
+    assert f"available HBM ({held >> 20}" in refused.message or "xceeded hbm capacity" in refused.message
 
 
 def test_the_search_goes_on_until_something_fits(compiled_at_once):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from capibara.errors import CapibaraError
 from capibara.plan import PlanError, parse_slice
+from capibara.plan.grids import MOST_CHIPS, at_least, is_part_of_host, is_rented, nearest
 from capibara.plan.slices import GENERATIONS
 
 
@@ -66,7 +69,13 @@ def test_rings_close_in_whole_cubes_and_pods():
     ("text", "message"),
     [
         ("4x8", "names no TPU generation"),
-        ("v4-6", "no usual grid"),
+        ("v4-6", "no slice of v4 has 3 chips. The nearest: v4:2x2x1"),
+        ("v4-192", r"no slice of v4 has 96 chips. The nearest: .*v4:4x4x8 \(128 chips, v4-256\)"),
+        ("v4:5x5x5", "no slice of v4 has this grid .*multiples of 4"),
+        ("v5e:4x6", r"no slice of v5e has this grid \(24 chips\). The nearest: v5e:4x4 .*v5e:4x8"),
+        ("v5e:1x4", "no slice of v5e has this grid"),
+        ("v5p:4x4x1", "no slice of v5p has this grid"),
+        ("", "expected numbers separated by 'x'"),
         ("v4:2x2x2x2", "expected 3"),
         ("v5e:2x2x2", "expected 2"),
         ("v5e:32x32", "a v5e pod has 256"),
@@ -98,8 +107,36 @@ def test_a_grid_is_read_back_or_refused(generation, grid):
         with pytest.raises(CapibaraError, match=generation):
             parse_slice(text)
         return
+    shape = tuple(grid) if len(grid) == dimensions or len(grid) == 1 else (*grid, 1)
+    if len(shape) > 1 and not (is_rented(generation, shape) or is_part_of_host(generation, shape)):
+        with pytest.raises(CapibaraError, match=f"no slice of {generation}"):
+            parse_slice(text)
+        return
     found = parse_slice(text)
     assert parse_slice(found.text) == found
     assert found.num_devices == found.num_chips * found.devices_per_chip
     assert found.link_bandwidth > 1e9
     assert found.usable_hbm_bytes > 2**30
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("chips", [1, 3, 4, 15, 96, 100, 129, 256])
+def test_the_next_slice_and_the_nearest_can_be_named(generation, chips):
+    for shape in filter(None, (at_least(generation, chips), *nearest(generation, chips))):
+        assert is_rented(generation, shape)
+        name = parse_slice(f"{generation}:{'x'.join(map(str, shape))}").slice_name
+        assert parse_slice(name.replace("v5litepod", "v5e").replace("tpu7x", "v7x")).num_chips == math.prod(
+            shape
+        )
+    assert at_least(generation, MOST_CHIPS[generation] + 1) is None
+    assert math.prod(at_least(generation, 4) or ()) == 4
+
+
+def test_parts_of_hosts_are_used_and_not_rented():
+    for text in ("v4:1x1x1", "v4:1x1x2", "v5p:1x2x1", "v5e:1x2"):
+        found = parse_slice(text)
+        assert is_part_of_host(found.generation, found.shape)
+        assert not is_rented(found.generation, found.shape)
+    assert is_rented("v5e", (1, 1))
+    assert is_rented("v4", (4, 4, 20))
+    assert is_rented("v4", (4, 2, 2))

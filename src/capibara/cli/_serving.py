@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from capibara.cli._json import print_json
+from capibara.cli._layout_settings import GivenByHand
 from capibara.cli._models import named_config
 from capibara.errors import ConfigError
 
@@ -62,6 +63,12 @@ def run_serving(args: argparse.Namespace) -> int:
     from capibara.plan.serving import UnreachableTargetError, plan_serving
 
     config, _ = named_config(args)
+    given = GivenByHand.of(config, args)
+    if given.kept:
+        print(
+            f"capibara plan: {', '.join(given.kept)}: settings of training, without effect here",
+            file=sys.stderr,
+        )
     topology = None if args.topology is None else [each.strip() for each in args.topology.split(",")]
     try:
         with _progress(quiet=args.json) as progress:
@@ -74,7 +81,7 @@ def run_serving(args: argparse.Namespace) -> int:
                 time_to_first_token_ms=args.first_token_ms,
                 dtype=args.dtype or "bfloat16",
                 view=args.view,
-                memory_limit_gb=args.memory_limit,
+                memory_limit_gb=given.memory_limit_gb,
                 compile=not args.no_compile,
                 max_compiles=args.max_compiles,
                 region=args.region,
@@ -125,6 +132,6 @@ def _progress(*, quiet: bool) -> Iterator[Callable[[str, str, Any], None] | None
                 return
             took = "cached" if program.cached else f"{time.perf_counter() - started[words]:.0f} s"
             size = f"{program.memory.total / 2**30:.2f} GiB" if program.memory else "does not fit"
-            bar.console.print(f"{words}: {size} ({took})")
+            bar.console.print(f"{words}: {size} ({took})", soft_wrap=True)
 
         yield step

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from capibara.cli._json import print_json
+from capibara.cli._layout_settings import GivenByHand
 from capibara.cli._models import further_config, named_config
 from capibara.cli._serving import add_serving_arguments, check_serving_arguments, run_serving
 from capibara.errors import ConfigError
@@ -31,6 +32,9 @@ capibara plan --config production/tpu_v4 --topology v4:2x2x4"""
 # Changes that --explain compiles.
 _TRIED = 5
 
+# What only the compiler can say or write.
+_COMPILED = ("lock", "explain", "least_memory")
+
 # What --check reads from the lockfile, or has no use for.
 _LOCKED = (
     *(
@@ -43,6 +47,7 @@ _LOCKED = (
         "max_compiles",
         "top",
         "explain",
+        "least_memory",
         "no_compile",
     ),
     *("region", "term", "prices", "workers", "report", "lock"),
@@ -52,7 +57,10 @@ _LOCKED = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that override the configuration's"
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="settings that override the configuration's; those of a layout (model.remat, tpu.flags …) are kept",
     )
     parser.add_argument(
         "--config", default="demo", help="built-in configuration name, or path of a TOML file"
@@ -71,6 +79,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-compiles", type=int, default=8, metavar="N", help="layouts to compile (default: 8)"
     )
     parser.add_argument("--top", type=int, default=5, metavar="N", help="layouts to list (default: 5)")
+    parser.add_argument(
+        "--least-memory",
+        action="store_true",
+        help="also find the least memory that the compiler fits the best layout into, and its step time",
+    )
     parser.add_argument(
         "--explain",
         action="store_true",
@@ -105,19 +118,20 @@ def run(args: argparse.Namespace) -> int:
     """Plan; return the exit code."""
     from capibara.plan import DoesNotFitError, plan
 
+    _check_given(args)
     check_serving_arguments(args)
     if args.model is not None:
         _refuse(args, ("config",), "cannot be combined with --model")
     if args.serve:
-        _refuse(args, ("explain", "tolerance", "top"), "cannot be combined with --serve")
+        _refuse(args, ("explain", "least_memory", "tolerance", "top"), "cannot be combined with --serve")
         return run_serving(args)
     if args.check is not None:
         _refuse(args, _LOCKED, "cannot be combined with --check: the lockfile says what is compiled")
         return _check(args)
     _refuse(args, ("tolerance",), "is for --check")
-    for option in ("lock", "explain"):
+    for option in _COMPILED:
         if getattr(args, option) and args.no_compile:
-            raise ConfigError(f"--{option} needs the compiler: leave out --no-compile")
+            raise ConfigError(f"--{option.replace('_', '-')} needs the compiler: leave out --no-compile")
     _check_files(args)
     if not args.no_compile:
         _show_compiler_notes()
@@ -127,18 +141,21 @@ def run(args: argparse.Namespace) -> int:
     else:
         config, source = further_config(args.model, args.overrides), args.model
         base = further_config(args.model, ())
+    given = GivenByHand.of(config, args)
     if args.workers is not None and args.workers < 1:
         raise ConfigError(f"--workers must be at least 1, got {args.workers}")
     try:
         with _progress(args.max_compiles, quiet=args.json) as progress:
             found = plan(
                 config,
-                args.topology or "v4-32",
+                _topology(args),
                 view=args.view,
-                memory_limit_gb=args.memory_limit,
+                memory_limit_gb=given.memory_limit_gb,
                 compile=_compile(args),
                 max_compiles=args.max_compiles,
                 top=args.top,
+                keep=given.kept,
+                least_memory=args.least_memory,
                 region=args.region,
                 term=args.term,
                 prices=args.prices,
@@ -146,12 +163,13 @@ def run(args: argparse.Namespace) -> int:
                 workers=args.workers,
                 progress=progress,
             )
-            found = dataclasses.replace(found, config_name=source, base=base)
+            notes = (*found.notes, *given.notes(config, found.best.layout.settings()))
+            found = dataclasses.replace(found, config_name=source, base=base, notes=notes)
     except DoesNotFitError as error:
         report = None
         if args.explain:
             with _progress(1 + _TRIED, quiet=args.json) as progress:
-                report = _explained(config, error.layout, args, progress)
+                report = _explained(config, error.layout, args, given.memory_limit_gb, progress)
         if args.json:
             told = {} if report is None else {"explanation": report.to_json()}
             print_json({"fits": False, "error": str(error), **told})
@@ -178,7 +196,11 @@ def _compile(args: argparse.Namespace) -> bool | None:
     """Whether to compile; None: if there is a compiler. Options that only a compiled plan supports need one."""
     if args.no_compile:
         return False
-    return True if args.lock or args.explain else None
+    return True if any(getattr(args, option) for option in _COMPILED) else None
+
+
+def _topology(args: argparse.Namespace) -> str:
+    return "v4-32" if args.topology is None else args.topology
 
 
 def _show_compiler_notes() -> None:
@@ -204,6 +226,13 @@ def _refuse(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
             raise ConfigError(f"{said} {why}")
 
 
+def _check_given(args: argparse.Namespace) -> None:
+    """Refuse empty texts, such as those of a shell's variables that are not set."""
+    for name in ("config", "model", "topology", "region", "term", "prices", "cache", "check"):
+        if getattr(args, name) == "":
+            raise ConfigError(f"--{name}: got '', expected a value. Leave the option out for its default")
+
+
 def _check_files(args: argparse.Namespace) -> None:
     """Before minutes are spent on what cannot be written down."""
     if args.report and Path(args.report).suffix.lower() not in (".html", ".png"):
@@ -216,7 +245,7 @@ def _check_files(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{option} {path!r}: expected a file in a folder that exists")
 
 
-def _explained(config: Any, layout: Any, args: argparse.Namespace, progress: Any) -> Any:
+def _explained(config: Any, layout: Any, args: argparse.Namespace, limit: float | None, progress: Any) -> Any:
     from capibara.plan import parse_slice
     from capibara.plan.memory import explain_oom
 
@@ -225,9 +254,9 @@ def _explained(config: Any, layout: Any, args: argparse.Namespace, progress: Any
     return explain_oom(
         config,
         layout,
-        parse_slice(args.topology or "v4-32", args.view),
+        parse_slice(_topology(args), args.view),
         max_compiles=_TRIED,
-        memory_limit_gb=args.memory_limit,
+        memory_limit_gb=limit,
         workers=args.workers,
         cache=args.cache,
         progress=progress,
@@ -237,6 +266,7 @@ def _explained(config: Any, layout: Any, args: argparse.Namespace, progress: Any
 def _check(args: argparse.Namespace) -> int:
     from capibara.plan.lock import check_lock
 
+    _show_compiler_notes()
     tolerance = 0.05 if args.tolerance is None else args.tolerance
     with _progress(1, quiet=args.json) as progress:
         found = check_lock(
@@ -292,7 +322,7 @@ def _progress(most: int, *, quiet: bool) -> Iterator[Callable[[str, Layout, Any]
             )
             words = {"oom": "does not fit", "error": "failed"}
             size = size_text(program.memory.total) if program.memory else words[program.status]
-            bar.console.print(f"{layout}: {size} ({took})")
+            bar.console.print(f"{layout}: {size} ({took})", soft_wrap=True)
             bar.advance(task)
 
         yield step

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from capibara.config.problems import FORMER_NAMES, Problem, SettingsError, field_kind
 from capibara.errors import did_you_mean
 
-__all__ = ["apply_overrides", "leaf_fields", "setting_text"]
+__all__ = ["apply_overrides", "leaf_fields", "override_names", "setting_text"]
 
 _NONE_WORDS = ("none", "null")
 _BARE = re.compile(
@@ -150,6 +150,15 @@ def apply_overrides(
             node[leaf] = list(value) if isinstance(value, tuple) else value
             origins[path] = f"override {text!r}"
     return merged, origins
+
+
+def override_names(overrides: Iterable[str] | Mapping[str, Any], model: type[BaseModel]) -> tuple[str, ...]:
+    """The dotted keys of the settings that ``overrides`` name.
+
+    Raises:
+      SettingsError: as :func:`apply_overrides`.
+    """
+    return tuple(apply_overrides({}, overrides, model)[1])
 
 
 def _split(text: str) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from capibara.config import ModularModelConfig
 from capibara.config.flags import flag_problem
 from capibara.errors import ConfigError
 from capibara.files import replace_file
-from capibara.plan.compiler import CompiledProgram, ProgramCache
+from capibara.plan.compiler import CompiledProgram, ProgramCache, find_compiler
 from capibara.plan.errors import PlanError
 from capibara.plan.fingerprints import Fingerprint
 from capibara.plan.planning import Plan, candidate_of
@@ -69,7 +69,8 @@ class LockCheck:
 
     Attributes:
       drifts: the figures.
-      changed: other differences, which are not failures: versions, the program's digest, figures of what it does.
+      changed: other differences, which are not failures: versions, the program's digest, figures of what it does; and
+        that the compiler is not the one that JAX pins.
       failure: why it no longer compiles or fits; empty if it does.
     """
 
@@ -123,6 +124,8 @@ def write_lock(plan: Plan, path: str | os.PathLike[str]) -> None:
         "program_hash": best.program_hash,
         "hbm_bytes": best.hbm_bytes,
         "step_seconds": best.step_seconds,
+        # That the compiler is not the one that JAX pins.
+        "notes": find_compiler().notes(),
     }
     if best.program is not None:
         data["figures"] = dict(Fingerprint.of(best.program).figures)
@@ -156,7 +159,7 @@ def check_lock(
     before = Fingerprint(locked["program_hash"], locked["versions"], locked["figures"])
     figures = Fingerprint.of(program).figures if locked["figures"] and program.fits else locked["figures"]
     now = Fingerprint(program.program_hash or before.digest, versions, figures)
-    changed = before.changes(now)
+    changed = (*before.changes(now), *find_compiler().notes())
     if candidate is None:
         return LockCheck((), changed, f"{program.status}: {program.message[:500]}")
     if candidate.hbm_bytes > locked["limit_bytes"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,16 @@ from capibara.hardware import Price
 from capibara.plan.candidate import Candidate
 from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_program, find_compiler
 from capibara.plan.errors import CompilerMissingError, DoesNotFitError, PlanError
+from capibara.plan.grids import MOST_CHIPS, at_least
+from capibara.plan.memory.least import LeastMemory, find_least_memory
+from capibara.plan.narrowed import Kept, Narrowed
 from capibara.plan.planned import train_command
 from capibara.plan.program import read_program
 from capibara.plan.search.best_first import Search, search
 from capibara.plan.sizes import limit_text, size_text
 from capibara.plan.slices import Slice, parse_slice
 from capibara.plan.time import Part, StepTime, predict_step
-from capibara.plan.validation import COMPILE_REMEDY, check_counts, limit_of, price_of
+from capibara.plan.validation import COMPILE_REMEDY, check_counts, host_notes, limit_of, price_of
 from capibara.plan.work import Rough, TrainWork, Work
 from capibara.sharding import Layout
 
@@ -39,6 +42,8 @@ class Plan:
       refused: layouts that the compiler refused, with its messages.
       considered, promising, compiled: numbers of layouts in total, that might fit, and that were compiled.
       notes: caveats, such as that nothing was compiled or that no price is known.
+      least_memory: the least memory that the compiler fits the best candidate into, if that was asked for and is less
+        than what it takes otherwise.
       config: the configuration that was planned; None for a step function.
       config_name: the file or packaged name that it comes from, if that is known; with ``base`` a model's folder.
       base: the settings with which that model is trained if nothing else is said.
@@ -56,6 +61,7 @@ class Plan:
     config: ModularModelConfig | None = field(default=None, repr=False)
     config_name: str | None = None
     base: ModularModelConfig | None = field(default=None, repr=False)
+    least_memory: LeastMemory | None = None
 
     @property
     def best(self) -> Candidate:
@@ -115,6 +121,7 @@ class Plan:
             "notes": list(self.notes),
             "config": None if self.config is None else self.config.to_dict(),
             "candidates": [candidate.to_json() for candidate in self.candidates],
+            "least_memory": None if self.least_memory is None else self.least_memory.to_json(),
             "refused": [{"layout": layout.to_json(), "message": message} for layout, message in self.refused],
         }
 
@@ -156,6 +163,8 @@ def plan(
     compile: bool | None = None,
     max_compiles: int = 8,
     top: int = 5,
+    keep: Iterable[str] = (),
+    least_memory: bool = False,
     region: str | None = None,
     term: str = "on-demand",
     prices: str | os.PathLike[str] | None = None,
@@ -173,10 +182,15 @@ def plan(
       work: a configuration, its name or path (as ``ModularModelConfig.from_toml``), or a :class:`Work`.
       topology: ``"v4:2x2x4"``, ``"v4-32"``, ``"v5p:4x4x4"``, ``"v6e-16"`` …
       view: ``"chip"`` or ``"core"``, what a device is; by default a chip, if its cores can act as one.
-      memory_limit_gb: GiB that a device may use, if less than it has.
+      memory_limit_gb: GiB that a device may use, if less than it has. The compiler is told so, and makes programs
+        smaller that are a little too large; training is told by the layout's flags.
       compile: whether to compile; otherwise figures are estimates and labelled as such. By default if the TPU
         compiler is installed; without it the plan is an estimate, whose notes say how to install it.
       max_compiles: maximum number of layouts to compile. top: how many to report.
+      keep: settings of the configuration that a plan otherwise chooses, and shall not: any of
+        :data:`capibara.plan.narrowed.LAYOUT_SETTINGS`, such as ``"model.remat"``.
+      least_memory: also find the least memory that the compiler fits the best layout into, and its step time; a few
+        further compilations.
       region, term, prices: which price, and a file of your own (see :func:`capibara.hardware.get_price`).
       cache: the folder of compiled results, instead of the user's.
       workers: parallel compilations.
@@ -194,11 +208,14 @@ def plan(
     limit = limit_of(target, memory_limit_gb)
     check_counts(max_compiles=max_compiles, top=top, **({} if workers is None else {"workers": workers}))
     notes: list[str] = []
+    narrowed = Narrowed(task, limit, _kept(task, keep, notes))
+    notes += host_notes(target)
     price = price_of(target, region, term, prices, notes)
     if compile is None:
         compile = _can_compile(notes)
     elif not compile:
         notes.append(f"nothing was compiled: memory and time are estimates ({COMPILE_REMEDY})")
+    least = None
     if compile:
         notes += find_compiler().notes()
         store = ProgramCache(cache)
@@ -210,7 +227,7 @@ def plan(
             return times[layout].seconds
 
         found = search(
-            task,
+            narrowed,
             target,
             seconds_of,
             limit_bytes=limit,
@@ -226,15 +243,24 @@ def plan(
             for each in found.fitting
         ]
         refused = tuple((c.layout, c.program.message) for c in found.compiled if c.seconds is None)
-        _check(found, task, target, limit)
+        _check(found, narrowed, target, limit)
         counts = (found.considered, found.promising, len(found.compiled))
+        if least_memory:
+            first = found.fitting[0]
+            least = find_least_memory(
+                task, target, first.layout, first.program, cache=store, progress=progress
+            )
+            if least is None:
+                notes.append("the compiler cannot fit the best layout into less memory than it takes")
     else:
+        if least_memory:
+            raise PlanError("least_memory: only the compiler knows it, and nothing is compiled here")
         if not isinstance(task, TrainWork):
             notes.append(
                 "the memory is that of the step's arguments: outputs that take no argument's place and temporaries are "
                 "known only to the compiler"
             )
-        candidates, counts = _uncompiled(task, target, limit, price)
+        candidates, counts = _uncompiled(narrowed, target, limit, price)
         refused = ()
     return Plan(
         work=task.title,
@@ -248,7 +274,23 @@ def plan(
         notes=tuple(notes),
         config=task.config if isinstance(task, TrainWork) else None,
         config_name=os.fspath(work) if isinstance(work, str | os.PathLike) else None,
+        least_memory=least,
     )
+
+
+def _kept(task: Work, keep: Iterable[str], notes: list[str]) -> tuple[Kept, int] | None:
+    """What is kept of a configuration, with the rows of its batch; a note says so.
+
+    Raises:
+      PlanError: it is no setting of a layout, or the work has no configuration.
+    """
+    if not (names := tuple([keep] if isinstance(keep, str) else keep)):
+        return None
+    if not isinstance(task, TrainWork):
+        raise PlanError(f"keep: got {list(names)}, but a step function has no settings to keep. Leave it out")
+    kept = Kept.of(task.config, names)
+    notes.append(f"kept as given: {kept}")
+    return kept, task.config.train.batch_size
 
 
 def _can_compile(notes: list[str]) -> bool:
@@ -386,7 +428,9 @@ def _check(found: Search, task: Work, target: Slice, limit: int) -> None:
         raise _no_layout(task, target)
     errors = [c for c in found.compiled if c.program.status == "error"]
     if len(errors) == len(found.compiled):
-        raise PlanError(f"the program could not be made or compiled:\n{errors[0].program.message}")
+        message = errors[0].program.message
+        gap = "\n" if "\n" in message else " "
+        raise PlanError(f"the program could not be made or compiled:{gap}{message}")
 
     def size(program: CompiledProgram) -> int:
         return program.memory.total if program.memory else program.needed_bytes or 0
@@ -406,21 +450,27 @@ def _does_not_fit(
     parts = ", ".join(f"{name} {size_text(size)}" for name, size in largest)
     if source != "estimated":  # the kinds are, and need not add up to the compiler's figure
         parts = f"estimated: {parts}"
-    times = math.ceil(needed / limit)
+    chips = math.ceil(target.num_chips * needed / limit)
+    larger = at_least(target.generation, chips)
+    more = (
+        f"More than the {MOST_CHIPS[target.generation]} chips of a {target.generation} pod"
+        if larger is None
+        else f"A slice such as {Slice(target.generation, larger)}"
+    )
     help = (
         "a smaller train.batch_size or train.sequence_length would help; capibara plan --explain lists the largest "
         "buffers"
-        if isinstance(task, TrainWork)
+        if _trains(task)
         else "or a smaller batch would help"
     )
     return (
         f"nothing fits: {task.title} on {target} takes at least {size_text(needed)} a device ({source}; {parts}), "
-        f"and {limit_text(target, limit)}. A slice of about {target.num_chips * times} chips, {help}"
+        f"and {limit_text(target, limit)}. {more}, {help}"
     )
 
 
 def _no_layout(task: Work, target: Slice) -> PlanError:
-    if not isinstance(task, TrainWork):
+    if not _trains(task):
         return PlanError(
             f"no mesh of {target.num_devices} devices divides the work ({task.title}): the first dimension of every "
             "batch argument (batch_argnums) must be a multiple of the devices along 'data', and the longest dimension "
@@ -430,6 +480,11 @@ def _no_layout(task: Work, target: Slice) -> PlanError:
         f"no mesh of {target.num_devices} devices divides the work ({task.title}): train.batch_size must be a multiple "
         f"of the devices along 'data', and model.num_heads of those along 'model', together {target.num_devices}"
     )
+
+
+def _trains(work: Work) -> bool:
+    """Whether it is the step of a configuration."""
+    return isinstance(work.work if isinstance(work, Narrowed) else work, TrainWork)
 
 
 def _work(work: Any) -> Work:

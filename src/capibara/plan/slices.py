@@ -19,13 +19,21 @@ from capibara.errors import did_you_mean
 from capibara.hardware import Chip, get_chip
 from capibara.hardware.topology import parse_topology
 from capibara.plan.errors import PlanError
+from capibara.plan.grids import (
+    DIMENSIONS,
+    MOST_CHIPS,
+    grid_text,
+    is_part_of_host,
+    is_rented,
+    nearest,
+    usual_grid,
+)
 
 __all__ = ["GENERATIONS", "Slice", "parse_slice"]
 
 View = Literal["chip", "core"]
 
 GENERATIONS = ("v4", "v5e", "v5p", "v6e", "v7x")
-_DIMENSIONS = {"v4": 3, "v5p": 3, "v7x": 3, "v5e": 2, "v6e": 2}
 # A device's floating-point operations in one cycle in bfloat16: matrix units × rows × columns × 2. With the vendor's
 # peak it gives the clock, which no page states. Units per chip: jax's TPU table and "How to Scale Your Model", part 2.
 _FLOP_PER_CYCLE = {
@@ -35,37 +43,6 @@ _FLOP_PER_CYCLE = {
     "v6e": 4 * 256 * 256 * 2,
     "v7x": 8 * 256 * 256 * 2,
 }
-# Grids of the slices that Google names by a number of cores (v4, v5p, TPU7x: the 3-D ones) or chips.
-_GRIDS_3D = {
-    1: (1, 1, 1),
-    2: (1, 1, 2),
-    4: (2, 2, 1),
-    8: (2, 2, 2),
-    16: (2, 2, 4),
-    32: (2, 4, 4),
-    64: (4, 4, 4),
-    128: (4, 4, 8),
-    192: (4, 4, 12),
-    256: (4, 8, 8),
-    512: (8, 8, 8),
-    1024: (8, 8, 16),
-    2048: (8, 16, 16),
-    3072: (12, 16, 16),
-    4096: (16, 16, 16),
-    6144: (16, 16, 24),
-}
-_GRIDS_2D = {
-    1: (1, 1),
-    2: (1, 2),
-    4: (2, 2),
-    8: (2, 4),
-    16: (4, 4),
-    32: (4, 8),
-    64: (8, 8),
-    128: (8, 16),
-    256: (16, 16),
-}
-_MOST_CHIPS = {"v4": 4096, "v5p": 6144, "v7x": 9216, "v5e": 256, "v6e": 256}
 
 
 @dataclass(frozen=True)
@@ -135,7 +112,7 @@ class Slice:
     @property
     def wrap(self) -> tuple[bool, ...]:
         """Which axes of the grid close to a ring."""
-        if _DIMENSIONS[self.generation] == 3:
+        if DIMENSIONS[self.generation] == 3:
             return (all(size % 4 == 0 for size in self.shape),) * 3
         return tuple(size == 16 for size in self.shape)
 
@@ -187,8 +164,8 @@ def parse_slice(text: str | Slice, view: str | None = None) -> Slice:
       view: ``"chip"`` or ``"core"``; by default a chip if the generation supports it (all but TPU7x).
 
     Raises:
-      PlanError: an unknown generation or view, a grid with the wrong number of axes, a name without a usual grid, or
-        more chips than a pod has.
+      PlanError: an unknown generation or view, a grid with the wrong number of axes, a name or grid of which there are
+        no slices, or more chips than a pod has.
       TopologyError: it is not the name of a topology.
     """
     if isinstance(text, Slice):
@@ -201,18 +178,16 @@ def parse_slice(text: str | Slice, view: str | None = None) -> Slice:
     generation = topology.generation
     if generation not in GENERATIONS:
         raise PlanError(f"topology={text!r}: plans are made for {', '.join(GENERATIONS)}")
-    dimensions = _DIMENSIONS[generation]
+    dimensions = DIMENSIONS[generation]
     shape = topology.shape
     if len(shape) == 1:
-        grids = _GRIDS_3D if dimensions == 3 else _GRIDS_2D
-        if shape[0] not in grids:
-            near = sorted(sorted(grids, key=lambda n: abs(math.log(n / shape[0])))[:3])
-            names = [parse_topology(f"{generation}:{'x'.join(map(str, grids[n]))}").slice_name for n in near]
+        usual = usual_grid(generation, shape[0])
+        if usual is None:
             raise PlanError(
-                f"topology={text!r}: {shape[0]} chips have no usual grid. The nearest slices: "
-                f"{', '.join(map(str, names))}; or give the grid: '{generation}:{'x'.join(['2'] * dimensions)}'"
+                f"topology={text!r}: no slice of {generation} has {shape[0]} chips. The nearest: "
+                f"{_names(generation, shape[0])}"
             )
-        shape = grids[shape[0]]
+        shape = usual
     elif len(shape) == dimensions - 1:
         shape = (*shape, 1)
     if len(shape) != dimensions:
@@ -220,16 +195,19 @@ def parse_slice(text: str | Slice, view: str | None = None) -> Slice:
             f"topology={text!r} has {len(shape)} axes, expected {dimensions}: {generation} chips stand on a grid of "
             f"{dimensions} axes"
         )
+    _check_size(generation, shape)
+    if not is_rented(generation, shape) and not is_part_of_host(generation, shape):
+        raise PlanError(
+            f"topology={text!r}: no slice of {generation} has this grid ({math.prod(shape)} chips). The nearest: "
+            f"{_names(generation, math.prod(shape))}"
+            + ("; beyond 32 chips the sizes are multiples of 4" if dimensions == 3 else "")
+        )
     return _slice(generation, shape, view)
 
 
 def _slice(generation: str, shape: tuple[int, ...], view: str | None) -> Slice:
     chip = get_chip(f"tpu-{generation}")
-    if math.prod(shape) > _MOST_CHIPS[generation]:
-        raise PlanError(
-            f"{generation}:{'x'.join(map(str, shape))} has {math.prod(shape)} chips; a {generation} pod has "
-            f"{_MOST_CHIPS[generation]}"
-        )
+    _check_size(generation, shape)
     views: tuple[View, ...] = (
         ("chip", "core") if generation == "v4" else ("core",) if generation == "v7x" else ("chip",)
     )
@@ -240,3 +218,16 @@ def _slice(generation: str, shape: tuple[int, ...], view: str | None) -> Slice:
     if view not in views:
         raise PlanError(f"view={view!r}: {chip.title} shows JAX one device a {views[0]} only")
     return Slice(generation, shape, views[0] if view == views[0] else "core")
+
+
+def _check_size(generation: str, shape: tuple[int, ...]) -> None:
+    if math.prod(shape) > MOST_CHIPS[generation]:
+        raise PlanError(
+            f"{grid_text(generation, shape)} has {math.prod(shape)} chips; a {generation} pod has "
+            f"{MOST_CHIPS[generation]}"
+        )
+
+
+def _names(generation: str, chips: int) -> str:
+    """``"v4:2x2x4 (16 chips, v4-32), …"``: the rented slices nearest to a number of chips."""
+    return ", ".join(str(Slice(generation, grid)) for grid in nearest(generation, chips))

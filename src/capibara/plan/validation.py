@@ -7,10 +7,19 @@ from typing import Any
 
 from capibara.hardware import Price, UnknownPriceError, get_price
 from capibara.plan.errors import PlanError
+from capibara.plan.grids import at_least, is_part_of_host
 from capibara.plan.slices import Slice
 from capibara.sharding import Layout
 
-__all__ = ["COMPILE_REMEDY", "MeshSizes", "check_counts", "limit_of", "price_of", "refuse_stages"]
+__all__ = [
+    "COMPILE_REMEDY",
+    "MeshSizes",
+    "check_counts",
+    "host_notes",
+    "limit_of",
+    "price_of",
+    "refuse_stages",
+]
 
 COMPILE_REMEDY = "compile=True, or leaving out --no-compile, asks the TPU compiler"
 """What plans that were not compiled say."""
@@ -63,6 +72,14 @@ def check_counts(**numbers: Any) -> None:
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise PlanError(f"{name}={value!r} must be an integer of at least 1")
+
+
+def host_notes(target: Slice) -> list[str]:
+    """A note for a part of a host, which has no price of its own."""
+    if not is_part_of_host(target.generation, target.shape):
+        return []
+    whole = Slice(target.generation, at_least(target.generation, 2) or target.shape)
+    return [f"{target.text} is a part of a host, which is rented as {whole}; the price is that part's"]
 
 
 def price_of(target: Slice, region: str | None, term: str, path: Any, notes: list[str]) -> Price | None:

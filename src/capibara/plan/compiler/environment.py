@@ -37,10 +37,12 @@ class Compiler:
     Attributes:
       version: of the package.
       path: the folder to add to the import path, or None if it is already there.
+      library: the file of the library; empty if it is not known.
     """
 
     version: str
     path: str | None
+    library: str = ""
 
     def notes(self) -> list[str]:
         """Notes for the user: that it does not match the installed JAX, and how to get the one that does."""
@@ -60,8 +62,11 @@ class Compiler:
         paths = [self.path] if self.path else []
         paths += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         flags = os.environ.get("XLA_FLAGS", "").split()
+        # Importing libtpu sets it, also in the process that asks, which may have imported another one.
+        library = {"TPU_LIBRARY_PATH": self.library} if self.library else {}
         return {
             **os.environ,
+            **library,
             "PYTHONPATH": os.pathsep.join(paths),
             "JAX_PLATFORMS": "cpu",
             # Pallas kernels hold the places of their source. Programs are known by their digests, in which these
@@ -81,20 +86,24 @@ class Compiler:
 def find_compiler() -> Compiler:
     """The ``libtpu`` of this environment.
 
-    It is looked for in the folder that the variable CAPIBARA_LIBTPU names, on the import path, and in the folder
-    ``libtpu`` of the environment (``pip install --target``: there JAX does not look for TPUs in every process).
+    It is looked for in the folder that the variable CAPIBARA_LIBTPU names; else on the import path, and in the folder
+    ``libtpu`` of the environment (``pip install --target``: there JAX does not look for TPUs in every process), of
+    which two the one that the installed JAX pins is taken, or else the first.
 
     Raises:
       CompilerMissingError: there is none; the message says how to install it, or that this machine does not support
         it.
     """
     asked = os.environ.get(VARIABLE)
-    folders = [Path(asked)] if asked else [Path(sys.prefix) / "libtpu"]
+    found: list[Compiler] = []
     if not asked and (spec := importlib.util.find_spec("libtpu")) and spec.origin:
-        return Compiler(_version(Path(spec.origin).parent.parent), None)
-    for folder in folders:
-        if (folder / "libtpu" / "libtpu.so").is_file():
-            return Compiler(_version(folder), str(folder.resolve()))
+        package = Path(spec.origin).parent
+        found.append(Compiler(_version(package.parent), None, _library(package)))
+    folder = Path(asked) if asked else Path(sys.prefix) / "libtpu"
+    if library := _library(folder / "libtpu"):
+        found.append(Compiler(_version(folder), str(folder.resolve()), library))
+    if found:
+        return next((each for each in found if not each.notes()), found[0])
     if asked:
         raise CompilerMissingError(f"{VARIABLE}={asked!r} names no folder with libtpu/libtpu.so in it")
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
@@ -108,10 +117,16 @@ def find_compiler() -> Compiler:
     )
 
 
+def _library(package: Path) -> str:
+    library = package / "libtpu.so"
+    return str(library.resolve()) if library.is_file() else ""
+
+
 def _version(folder: Path) -> str:
+    """Of the package in a folder; of several records the last that was written, for pip leaves the others there."""
     names = [
-        match[1]
+        (entry.stat().st_mtime, match[1])
         for entry in folder.glob("libtpu-*.dist-info")
         if (match := re.match(r"libtpu-(.+)\.dist-info", entry.name))
     ]
-    return max(names, default="unknown")
+    return max(names, default=(0.0, "unknown"))[1]

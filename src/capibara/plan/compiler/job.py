@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from capibara.plan.compiler.limits import limit_option
 from capibara.plan.errors import PlanError
 from capibara.plan.slices import Slice
 
@@ -29,7 +30,8 @@ class Job:
       params: its further arguments; JSON values.
       slice: the target.
       mesh: mesh axes and sizes.
-      compiler_options: flags of the compiler for this program.
+      compiler_options: flags of the compiler for this program. It may use the memory of a device of the slice, unless
+        they say that it is less.
       buffers: whether to list the largest buffers (the compiler writes a report, which takes a little time).
     """
 
@@ -40,6 +42,11 @@ class Job:
     compiler_options: Mapping[str, str] = field(default_factory=dict)
     buffers: bool = False
 
+    @property
+    def options(self) -> dict[str, str]:
+        """``compiler_options``, and the memory of a device, of which some compilers assume more than the catalogue."""
+        return dict([limit_option(self.slice.usable_hbm_bytes)]) | dict(self.compiler_options)
+
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return {
@@ -47,7 +54,7 @@ class Job:
             "params": dict(self.params),
             "slice": asdict(self.slice),
             "mesh": [list(pair) for pair in self.mesh],
-            "compiler_options": dict(self.compiler_options),
+            "compiler_options": self.options,
             "buffers": self.buffers,
         }
 

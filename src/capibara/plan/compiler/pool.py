@@ -22,6 +22,8 @@ from capibara.plan.errors import CompilationError, PlanError
 
 __all__ = ["compile_program", "compile_programs", "default_workers"]
 
+# What a compiled program takes on disk: a few hundred kilobytes, seldom more.
+_BYTES_A_PROGRAM = 2 << 20
 # A compilation takes up to about 2 GiB of this machine's memory (v4, scanned layers).
 _BYTES_A_WORKER = 3 << 30
 
@@ -129,8 +131,10 @@ def _check_writable(folder: Path) -> None:
     """Before half a minute is spent on what cannot be kept."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            # A disk may be full, which an empty file does not show.
+            probe.write(bytes(_BYTES_A_PROGRAM))
+            probe.flush()
     except OSError as error:
         raise PlanError(
             f"compiled programs cannot be kept in {folder}: {error.strerror}. Name another folder (cache=, --cache)"

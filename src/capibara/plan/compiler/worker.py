@@ -13,6 +13,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import sys
 import threading
 import time
@@ -30,6 +31,7 @@ __all__ = ["main"]
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _LONGEST = 4000
+_ROOM = 1 << 20
 
 
 def main(folder: str) -> int:
@@ -58,7 +60,7 @@ def run(job: Job, folder: Path) -> CompiledProgram:
     except Exception as error:  # whatever a builder raises is its result
         return CompiledProgram(status="error", message=_words(error), versions=versions)
     dump = folder / "dump"
-    options: dict[str, Any] = {**job.compiler_options, "xla_dump_to": str(dump)}
+    options: dict[str, Any] = {**job.options, "xla_dump_to": str(dump)}
     start = time.perf_counter()
     known: dict[str, Any] = {
         "versions": versions,
@@ -93,14 +95,34 @@ def run(job: Job, folder: Path) -> CompiledProgram:
         host=host,
         kinds=workload.bytes_by_kind(),
     )
-    with gzip.open(folder / "program.hlo.gz", "wb", compresslevel=3) as stream:
-        stream.write(compiled.as_text().encode())
+    buffers = read_buffers(dump) if job.buffers else ()
+    if (reason := _write_text(folder, compiled.as_text())) is not None:
+        return CompiledProgram(status="error", message=reason, compile_seconds=seconds, **known)
     return CompiledProgram(
         status="ok",
         memory=memory,
-        buffers=read_buffers(dump) if job.buffers else (),
+        buffers=buffers,
         compile_seconds=seconds,
         **known,
+    )
+
+
+def _write_text(folder: Path, text: str) -> str | None:
+    """Write a compiled program; why it cannot be, where the disk is full, and what the compiler wrote cut off."""
+    path = folder / "program.hlo.gz"
+    try:
+        with gzip.open(path, "wb", compresslevel=3) as stream:
+            stream.write(text.encode())
+        if shutil.disk_usage(folder).free >= _ROOM:
+            return None
+        reason = "less than 1 MiB is left"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    # Room for the result.
+    path.unlink(missing_ok=True)
+    remove_folder(folder / "dump")
+    return (
+        f"the compiler needs more room in {folder.parent}: {reason}. Set TMPDIR to a folder on another disk"
     )
 
 

@@ -14,15 +14,13 @@ from capibara.plan.cost.choices import Considered, CostChoice, NothingAffordable
 from capibara.plan.cost.operations import checked_number, checked_share, usable_bytes
 from capibara.plan.cost.ranking import PLAN_ORDER, SLICE_ORDER, what_would
 from capibara.plan.errors import PlanError
+from capibara.plan.grids import grid_text, rented_grids
 from capibara.plan.slices import GENERATIONS, Slice, parse_slice
 
 __all__ = ["CostTarget", "TpuCostOptimizer"]
 
 CostTarget = Literal["cost_efficiency", "speed", "lowest_price"]
 _ALL = "tpu_pricing"
-# Numbers of chips of the slices with a usual grid; those of a generation are asked of `parse_slice`.
-_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 512, 1024, 2048, 3072, 4096, 6144)
-_FEWEST = {"v4": 4, "v5p": 4, "v7x": 4}  # three-dimensional slices start at 2×2×1
 _SHOWN = 8
 _MOST_CHIPS = 10**9
 
@@ -343,13 +341,5 @@ class TpuCostOptimizer:
 
 
 def _slices(generation: str) -> list[Slice]:
-    """Slices of a generation with a usual grid."""
-    found = []
-    for count in _COUNTS:
-        if count < _FEWEST.get(generation, 1):
-            continue
-        try:
-            found.append(parse_slice(f"{generation}:{count}"))
-        except PlanError:  # not a size of this generation
-            continue
-    return found
+    """Slices of a generation that Google rents and names."""
+    return [parse_slice(grid_text(generation, grid)) for grid in rented_grids(generation)]

@@ -15,6 +15,7 @@ from typing import Any
 
 from capibara.config import ModularModelConfig
 from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_programs
+from capibara.plan.compiler.limits import within
 from capibara.plan.errors import CompilationError, PlanError
 from capibara.plan.memory.estimate import MemoryEstimate, estimate_memory
 from capibara.plan.memory.naming import named
@@ -168,6 +169,7 @@ def explain_oom(
         check_counts(workers=workers)
     limit = limit_of(target, memory_limit_gb)
     estimate = estimate_memory(config, layout, target)
+    limited = within(layout, limit, target)
     tries = _Tries(
         TrainWork(config),
         limit,
@@ -177,13 +179,13 @@ def explain_oom(
     )
     if program is not None:
         _check_refused(program, layout, target, limit)
-    candidates = _spread(changes(config, layout, target, limit))[:max_compiles]
+    candidates = _spread(changes(config, limited, target, limit))[:max_compiles]
     found: list[Remedy] = []
     refused: list[str] = []
     # As many at a time as are still wanted, so that which changes are named does not depend on the workers.
     while program is None or (candidates and len(found) < remedies):
         several, candidates = candidates[: remedies - len(found)], candidates[remedies - len(found) :]
-        asked = [] if program is not None else [(layout, target, True)]
+        asked = [] if program is not None else [(limited, target, True)]
         results = tries.compile([*asked, *((each.layout, each.target, False) for each in several)])
         if program is None:
             program = results.pop(0)

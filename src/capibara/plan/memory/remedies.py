@@ -8,7 +8,9 @@ from dataclasses import replace
 from capibara.config import ModularModelConfig
 from capibara.data.packed import decided
 from capibara.plan.errors import PlanError
+from capibara.plan.grids import is_rented
 from capibara.plan.memory.estimate import MemoryEstimate, estimate_memory
+from capibara.plan.search.space import microbatch_counts
 from capibara.plan.sizes import size_text
 from capibara.plan.slices import Slice
 from capibara.sharding import Layout
@@ -128,11 +130,8 @@ def _proposals(
 
 def _counts(config: ModularModelConfig, layout: Layout, data: int) -> Iterator[int]:
     """Larger numbers of microbatches that the batch divides into."""
-    count = layout.microbatches * 2
-    while count * data <= config.train.batch_size:
-        if config.train.batch_size % (count * data) == 0:
-            yield count
-        count *= 2
+    counts = microbatch_counts(config.train.batch_size, data)
+    yield from (count for count in counts if count > layout.microbatches)
 
 
 def _larger(target: Slice, factor: int) -> Slice | None:
@@ -146,6 +145,7 @@ def _larger(target: Slice, factor: int) -> Slice | None:
         shape[shortest] *= 2
         left //= 2
     try:
-        return parse_slice(f"{target.generation}:{'x'.join(map(str, sorted(shape)))}", target.view)
+        larger = parse_slice(f"{target.generation}:{'x'.join(map(str, sorted(shape)))}", target.view)
     except PlanError:
         return None
+    return larger if is_rented(larger.generation, larger.shape) else None

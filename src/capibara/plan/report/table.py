@@ -12,6 +12,7 @@ from capibara.plan.sizes import limit_text, size_text, unit_of
 
 if TYPE_CHECKING:
     from capibara.plan.candidate import Candidate
+    from capibara.plan.memory.least import LeastMemory
     from capibara.plan.planning import Plan
 
 __all__ = ["candidate_lines", "plan_text", "print_plan"]
@@ -66,7 +67,11 @@ def print_plan(plan: Plan, console: Any) -> None:
         table.add_row(*_row(rank, candidate, scale, tick[0]), *([own] if any(flags) else []))
     console.print(table)
     if plan.candidates:
-        for line in [*candidate_lines(plan.best, plan.limit_bytes), *_run_lines(plan)]:
+        for line in [
+            *candidate_lines(plan.best, plan.limit_bytes),
+            *_least_lines(plan.least_memory),
+            *_run_lines(plan),
+        ]:
             # Settings and flags are there to be copied: no line is broken in two.
             console.print(Text(line), soft_wrap=True)
     for line in _footer(plan):
@@ -105,6 +110,16 @@ def candidate_lines(c: Candidate, limit: int) -> list[str]:
     return [
         f"best   memory  {memory}: {size_text(c.hbm_bytes)} of {size_text(limit)} [{source}]",
         f"       time    {parts}{hidden} [{_sources(c)}]",
+    ]
+
+
+def _least_lines(least: LeastMemory | None) -> list[str]:
+    """What the best candidate takes when the compiler makes it as small as it can."""
+    if least is None:
+        return []
+    flag = "=".join(least.layout.flags[-1])
+    return [
+        f"       least   {size_text(least.hbm_bytes)} with {flag}: {least.seconds:.3g} s a step [the TPU compiler]"
     ]
 
 

@@ -1,16 +1,16 @@
 """Compile the most promising layout, correct the rough estimates by the result, and repeat.
 
 Rough estimates rank a few hundred layouts in milliseconds; the compiler takes half a minute for one. So the search
-compiles the best of several meshes first, corrects the rough time and memory of every other layout by the results of
-its nearest compiled relatives, and continues while a layout that is not compiled yet may be better than the best
-compiled one. All results were compiled.
+compiles the best of several meshes and of each rematerialisation first, corrects the rough time and memory of every
+other layout by the results of its nearest compiled relatives, and continues while a layout that is not compiled yet may
+be better than the best compiled one. All results were compiled.
 """
 
 from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_programs
@@ -24,7 +24,8 @@ __all__ = ["Compiled", "Search", "search"]
 _MARGIN = 1.10
 # Corrected estimates order the layouts of one mesh within about this much: what promises more is not compiled.
 _WORTH = 1.05
-# A mesh whose best layout looks this much slower than the best of all is not compiled to learn how rough that is.
+# A mesh or rematerialisation whose best layout looks this much slower than the best of all is not compiled to learn how
+# rough that is.
 _FAR = 1.75
 
 
@@ -116,11 +117,7 @@ def search(
         for layout in chosen:
             del waiting[layout]
 
-    first: dict[object, Layout] = {}
-    for layout in sorted(waiting, key=lambda k: waiting[k].seconds):
-        if not first or waiting[layout].seconds <= _FAR * waiting[next(iter(first.values()))].seconds:
-            first.setdefault(layout.mesh, layout)
-    compile_now(list(first.values())[: max(1, max_compiles // 2)])
+    compile_now(_first(waiting, max_compiles))
     while waiting and len(found.compiled) < max_compiles:
         if all(c.program.status == "error" for c in found.compiled):
             break  # it is not the layout that is wrong
@@ -141,6 +138,22 @@ def search(
     return found
 
 
+def _first(waiting: Mapping[Layout, Rough], most: int) -> list[Layout]:
+    """What is compiled before the rough order is believed: one layout of each mesh and of each rematerialisation."""
+    ordered = sorted(waiting, key=lambda k: waiting[k].seconds)
+    near = [k for k in ordered if waiting[k].seconds <= _FAR * waiting[ordered[0]].seconds]
+    best = near[:1]
+    remats: dict[str, Layout] = {}
+    # On one mesh where there are such, so that they differ in little else.
+    for layout in sorted(near, key=lambda k: k.mesh != best[0].mesh):
+        remats.setdefault(layout.remat, layout)
+    meshes: dict[object, Layout] = {}
+    for layout in near:
+        meshes.setdefault(layout.mesh, layout)
+    several = list(meshes.values())[: max(1, most // 2)]
+    return list(dict.fromkeys([*best, *remats.values(), *several]))[:most]
+
+
 def _only_other_flags(layout: Layout, leader: Compiled | None, compiled: list[Compiled]) -> bool:
     """Whether it differs from a compiled one in nothing but the compiler's flags, and that one is not the best.
 
@@ -159,20 +172,38 @@ _RELATIONS: tuple[Callable[[Layout], object], ...] = (
     lambda k: None,
 )
 
+Values = list[tuple[Layout, float]]
+
 
 def _corrected(layout: Layout, rough: Rough, compiled: list[Compiled]) -> tuple[float, float]:
     """Seconds and bytes, by what the nearest relatives turned out to take against their own rough figures."""
-
-    def ratio(values: list[tuple[Layout, float]]) -> float:
-        for relation in _RELATIONS:
-            if near := [value for other, value in values if relation(other) == relation(layout)]:
-                return statistics.median(near)
-        return 1.0
-
     times = [(c.layout, c.seconds / c.rough.seconds) for c in compiled if c.seconds is not None]
     sizes = [
         (c.layout, size / c.rough.hbm_bytes)
         for c in compiled
         if (size := c.program.memory.total if c.program.memory else c.program.needed_bytes)
     ]
-    return rough.seconds * ratio(times), rough.hbm_bytes * ratio(sizes)
+    return rough.seconds * _ratio(layout, times), rough.hbm_bytes * _ratio(layout, sizes)
+
+
+def _ratio(layout: Layout, values: Values) -> float:
+    """That of the nearest relatives with the same rematerialisation on this mesh; else of those with another one, by
+    what that makes of it elsewhere."""
+    alike = [(other, value) for other, value in values if other.remat == layout.remat]
+    here = [(other, value) for other, value in alike if other.mesh == layout.mesh]
+    by_change = [(other, value * _change(other.remat, layout.remat, values)) for other, value in values]
+    for known in (here, by_change):
+        for relation in _RELATIONS:
+            if near := [value for other, value in known if relation(other) == relation(layout)]:
+                return statistics.median(near)
+    return 1.0
+
+
+def _change(before: str, after: str, values: Values) -> float:
+    """The ratio with one rematerialisation over that with another, on the meshes where both were compiled."""
+    found = []
+    for mesh in {k.mesh for k, _ in values}:
+        of = {r: [v for k, v in values if (k.mesh, k.remat) == (mesh, r)] for r in (before, after)}
+        if of[before] and of[after]:
+            found.append(statistics.median(of[after]) / statistics.median(of[before]))
+    return statistics.median(found) if found else 1.0

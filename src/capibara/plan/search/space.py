@@ -9,7 +9,7 @@ from capibara.config import ModularModelConfig
 from capibara.plan.slices import Slice
 from capibara.sharding import Layout
 
-__all__ = ["ASYNCHRONOUS", "WHOLE_PRODUCTS", "layouts", "meshes"]
+__all__ = ["ASYNCHRONOUS", "WHOLE_PRODUCTS", "layouts", "meshes", "microbatch_counts"]
 
 ASYNCHRONOUS = tuple((name, str(value)) for name, value in sharding.ASYNCHRONOUS["tpu"].items())
 # Where activations are exchanged (a model axis) it can be either way, so both are tried.
@@ -44,7 +44,7 @@ def layouts(config: ModularModelConfig, target: Slice) -> Iterator[Layout]:
         data = dict(mesh)["data"] * dict(mesh).get("expert", 1)
         if rows % data:
             continue
-        counts = [n for n in _powers(rows // data) if rows % (n * data) == 0]
+        counts = list(microbatch_counts(rows, data))
         for count in counts:
             for remat in ("none", "dots", "full"):
                 for flags in (WHOLE_PRODUCTS, ASYNCHRONOUS) if dict(mesh)["model"] > 1 else (WHOLE_PRODUCTS,):
@@ -65,8 +65,12 @@ def layouts(config: ModularModelConfig, target: Slice) -> Iterator[Layout]:
         )
 
 
-def _powers(most: int) -> Iterator[int]:
-    n = 1
-    while n <= most:
-        yield n
-        n *= 2
+def microbatch_counts(rows: int, data: int) -> Iterator[int]:
+    """Numbers of microbatches into which a batch divides, the least first.
+
+    Args:
+      rows: of the batch.
+      data: devices that have rows of their own.
+    """
+    if rows % data == 0:
+        yield from (n for n in range(1, rows // data + 1) if rows // data % n == 0)

@@ -18,7 +18,7 @@ from capibara.plan.serving.result import ServingOption, ServingPlan, ServingPoin
 from capibara.plan.serving.task import ServingTask
 from capibara.plan.sizes import size_text
 from capibara.plan.slices import Slice
-from capibara.plan.validation import COMPILE_REMEDY, check_counts, limit_of, price_of
+from capibara.plan.validation import COMPILE_REMEDY, check_counts, host_notes, limit_of, price_of
 
 __all__ = ["plan_serving"]
 
@@ -94,7 +94,7 @@ def plan_serving(
     targets = read_slices(topology, view)
     limits = {target: limit_of(target, memory_limit_gb) for target in targets}
     fixed = None if mesh is None else read_mesh(mesh, targets, task)
-    notes: list[str] = []
+    notes: list[str] = [note for target in targets for note in host_notes(target)]
     costs = {target: price_of(target, region, term, prices, notes) for target in targets}
     if compile:
         try:
