@@ -138,7 +138,7 @@ def compiler(monkeypatch):
 
     def compiled(job):
         given = Layout.from_json(job.params["layout"])
-        asked.append((given, job.buffers))
+        asked.append(given)
         if given.remat == "full" and job.slice == TARGET:
             memory = Memory(arguments=GIB, outputs=0, aliased=0, temporaries=2 * GIB)
             return SimpleNamespace(
@@ -156,7 +156,7 @@ def compiler(monkeypatch):
 
 def test_only_what_was_compiled_is_named_the_fastest_first(compiler, tmp_path):
     report = explain_oom(config(), layout(), TARGET, remedies=2, max_compiles=8, cache=tmp_path)
-    assert [given for given, buffers in compiler if buffers] == [layout()]
+    assert compiler.count(layout()) == 1
     assert report.needed_bytes == 20 * GIB
     assert report.limit_bytes == TARGET.usable_hbm_bytes
     assert len(report.remedies) == 2

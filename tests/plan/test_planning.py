@@ -154,7 +154,7 @@ class Known:
     def rough(self, layout, target):
         return self.guesses[layout]
 
-    def job(self, layout, target, *, buffers=False):
+    def job(self, layout, target):
         return layout
 
 

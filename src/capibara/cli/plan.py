@@ -33,7 +33,7 @@ capibara plan --config production/tpu_v4 --topology v4:2x2x4"""
 _TRIED = 5
 
 # What only the compiler can say or write.
-_COMPILED = ("lock", "explain", "least_memory")
+_COMPILED = ("lock", "explain", "least_memory", "where")
 
 # What --check reads from the lockfile, or has no use for.
 _LOCKED = (
@@ -48,6 +48,7 @@ _LOCKED = (
         "top",
         "explain",
         "least_memory",
+        "where",
         "no_compile",
     ),
     *("region", "term", "prices", "workers", "report", "lock"),
@@ -83,6 +84,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--least-memory",
         action="store_true",
         help="also find the least memory that the compiler fits the best layout into, and its step time",
+    )
+    parser.add_argument(
+        "--where",
+        action="store_true",
+        help="list where the time and memory of the best layout go: parts of the model, source lines",
     )
     parser.add_argument(
         "--explain",
@@ -123,7 +129,9 @@ def run(args: argparse.Namespace) -> int:
     if args.model is not None:
         _refuse(args, ("config",), "cannot be combined with --model")
     if args.serve:
-        _refuse(args, ("explain", "least_memory", "tolerance", "top"), "cannot be combined with --serve")
+        _refuse(
+            args, ("explain", "least_memory", "where", "tolerance", "top"), "cannot be combined with --serve"
+        )
         return run_serving(args)
     if args.check is not None:
         _refuse(args, _LOCKED, "cannot be combined with --check: the lockfile says what is compiled")
@@ -188,7 +196,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"fits": True, **found.to_json()})
     else:
-        _show(found)
+        _show(found, where=args.where)
     return 0
 
 
@@ -283,14 +291,15 @@ def _check(args: argparse.Namespace) -> int:
     return 0 if found.passed else 1
 
 
-def _show(found: Plan) -> None:
+def _show(found: Plan, *, where: bool) -> None:
     from rich.console import Console
 
     from capibara.plan.report.table import print_plan
 
     console = Console(highlight=False)
     # A table that wraps cannot be read: where the terminal is narrow, or there is none, lines are long instead.
-    print_plan(found, console if console.width >= 130 else Console(highlight=False, width=130))
+    wide = console if console.width >= 130 else Console(highlight=False, width=130)
+    print_plan(found, wide, where=where)
 
 
 @contextlib.contextmanager

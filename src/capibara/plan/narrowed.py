@@ -138,6 +138,6 @@ class Narrowed:
         """What it would take, without a compiler."""
         return self.work.rough(layout, target)
 
-    def job(self, layout: Layout, target: Slice, *, buffers: bool = False) -> Job:
+    def job(self, layout: Layout, target: Slice) -> Job:
         """The program to compile."""
-        return self.work.job(layout, target, buffers=buffers)
+        return self.work.job(layout, target)

@@ -6,11 +6,13 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from capibara.config import ModularModelConfig
 from capibara.hardware import Price
+from capibara.plan.attribution import Attribution, attribute
 from capibara.plan.candidate import Candidate
 from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_program, find_compiler
 from capibara.plan.errors import CompilerMissingError, DoesNotFitError, PlanError
@@ -68,6 +70,17 @@ class Plan:
         """The fastest that fits."""
         return self.candidates[0]
 
+    @cached_property
+    def where(self) -> Attribution | None:
+        """Where the best candidate's time and memory go; None if nothing was compiled, or the compiled program is no
+        longer in the cache."""
+        if not self.candidates or self.best.program is None:
+            return None
+        try:
+            return attribute(self.best.program, self.target, self.best.layout.mesh)
+        except PlanError:
+            return None
+
     @property
     def chip(self) -> str:
         """The chip's name in the catalogue."""
@@ -121,12 +134,13 @@ class Plan:
             "notes": list(self.notes),
             "config": None if self.config is None else self.config.to_dict(),
             "candidates": [candidate.to_json() for candidate in self.candidates],
+            "where": None if self.where is None else self.where.to_json(),
             "least_memory": None if self.least_memory is None else self.least_memory.to_json(),
             "refused": [{"layout": layout.to_json(), "message": message} for layout, message in self.refused],
         }
 
     def report(self, path: str | os.PathLike[str]) -> Path:
-        """Write a page (``.html``) or a figure (``.png``): memory, time, and the links used by each mesh axis.
+        """Write a page (``.html``) or a figure (``.png``): memory, time and where it goes, the links of each mesh axis.
 
         Raises:
           PlanError: the name ends otherwise. MissingExtraError: matplotlib is not installed.

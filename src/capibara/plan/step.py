@@ -101,7 +101,7 @@ class StepWork:
         traffic = 2 * sum(held.values()) / (target.chip.hbm_bandwidth or 1e12)
         return Rough(held, self.counted_flops / peak, traffic, sent)
 
-    def job(self, layout: Layout, target: Slice, *, buffers: bool = False) -> Job:
+    def job(self, layout: Layout, target: Slice) -> Job:
         """The program to compile."""
         return Job(
             builder="capibara.plan.workloads.exported:lower_exported",
@@ -115,7 +115,6 @@ class StepWork:
             slice=target,
             mesh=layout.mesh,
             compiler_options=layout.compiler_options,
-            buffers=buffers,
         )
 
     def _spec(self, number: int, layout: Layout) -> list[Any]:

@@ -75,7 +75,7 @@ class Work(Protocol):
         """What it would take, without a compiler."""
         ...
 
-    def job(self, layout: Layout, target: Slice, *, buffers: bool = False) -> Job:
+    def job(self, layout: Layout, target: Slice) -> Job:
         """The program to compile."""
         ...
 
@@ -133,7 +133,7 @@ class TrainWork:
         time = estimate_time(self.config, layout, target)
         return Rough(dict(memory.kinds), time.compute, time.memory, time.communication)
 
-    def job(self, layout: Layout, target: Slice, *, buffers: bool = False) -> Job:
+    def job(self, layout: Layout, target: Slice) -> Job:
         """The program to compile."""
         return Job(
             builder="capibara.plan.workloads.training:lower_train_step",
@@ -145,7 +145,6 @@ class TrainWork:
             slice=target,
             mesh=layout.mesh,
             compiler_options=layout.compiler_options,
-            buffers=buffers,
         )
 
 

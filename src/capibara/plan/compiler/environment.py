@@ -69,9 +69,8 @@ class Compiler:
             **library,
             "PYTHONPATH": os.pathsep.join(paths),
             "JAX_PLATFORMS": "cpu",
-            # Pallas kernels hold the places of their source. Programs are known by their digests, in which these
-            # must not count.
-            "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
+            # A program says where it comes from, whatever this process wants of its own.
+            "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "10",
             # An emulated mesh of the asking process only takes memory here.
             "XLA_FLAGS": " ".join(f for f in flags if "host_platform_device_count" not in f),
             # Compiling asks no metadata server; several may load the library at once, for none opens a TPU.

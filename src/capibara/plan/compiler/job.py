@@ -32,7 +32,6 @@ class Job:
       mesh: mesh axes and sizes.
       compiler_options: flags of the compiler for this program. It may use the memory of a device of the slice, unless
         they say that it is less.
-      buffers: whether to list the largest buffers (the compiler writes a report, which takes a little time).
     """
 
     builder: str
@@ -40,7 +39,6 @@ class Job:
     slice: Slice
     mesh: tuple[tuple[str, int], ...]
     compiler_options: Mapping[str, str] = field(default_factory=dict)
-    buffers: bool = False
 
     @property
     def options(self) -> dict[str, str]:
@@ -55,7 +53,6 @@ class Job:
             "slice": asdict(self.slice),
             "mesh": [list(pair) for pair in self.mesh],
             "compiler_options": self.options,
-            "buffers": self.buffers,
         }
 
     @classmethod
@@ -68,7 +65,6 @@ class Job:
             slice=Slice(target["generation"], tuple(target["shape"]), target["view"]),
             mesh=tuple((axis, size) for axis, size in data["mesh"]),
             compiler_options=data["compiler_options"],
-            buffers=data["buffers"],
         )
 
 
@@ -111,7 +107,8 @@ class CompiledProgram:
       message: if it did not compile: the compiler's message, shortened.
       coordinates: of every device, in the order of the mesh.
       program_hash: SHA-256 of the program before compilation.
-      buffers: the largest: ``{"bytes", "shape", "op_name", "padding"}``.
+      buffers: the largest at the memory peak, as :func:`read_buffers` gives them.
+      lines: texts of the source lines that it comes from, by place (``"model.py:31"``).
       versions: of jax, jaxlib and libtpu.
       lower_seconds, compile_seconds: times of the first compilation.
       text_path: the compiled program's text, compressed; None unless it compiled.
@@ -125,6 +122,7 @@ class CompiledProgram:
     coordinates: tuple[tuple[int, ...], ...] = ()
     program_hash: str = ""
     buffers: tuple[Mapping[str, Any], ...] = ()
+    lines: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     lower_seconds: float = 0.0
     compile_seconds: float = 0.0
@@ -161,6 +159,7 @@ class CompiledProgram:
         data = {key: getattr(self, key) for key in ("status", "needed_bytes", "message", "program_hash")}
         data |= {"lower_seconds": self.lower_seconds, "compile_seconds": self.compile_seconds}
         data |= {"versions": dict(self.versions), "buffers": [dict(each) for each in self.buffers]}
+        data["lines"] = dict(self.lines)
         data["coordinates"] = [list(each) for each in self.coordinates]
         data["memory"] = (
             None if self.memory is None else {**asdict(self.memory), "kinds": dict(self.memory.kinds)}
@@ -196,6 +195,7 @@ class CompiledProgram:
                 memory=None if data["memory"] is None else _memory(data["memory"]),
                 coordinates=tuple(tuple(int(n) for n in each) for each in data["coordinates"]),
                 buffers=tuple(data["buffers"]),
+                lines={str(place): str(line) for place, line in data.get("lines", {}).items()},
                 text_path=text_path if rest["status"] == "ok" else None,
                 cached=cached,
             )

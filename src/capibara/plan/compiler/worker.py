@@ -7,16 +7,19 @@ folder outlives the process that started it with a pipe, however that process en
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import importlib
 import importlib.metadata
 import json
+import linecache
 import os
 import re
 import shutil
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +28,15 @@ from capibara.plan.compiler.buffers import buffers_of_message, read_buffers, rea
 from capibara.plan.compiler.folders import remove_folder
 from capibara.plan.compiler.job import CompiledProgram, Job, Memory
 from capibara.plan.errors import PlanError
+from capibara.plan.program import Frames
 from capibara.plan.program.digest import program_digest
 
 __all__ = ["main"]
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _LONGEST = 4000
+_MOST_LINES, _LONGEST_LINE = 10_000, 300
+_KERNEL = "tpu_custom_call"
 _ROOM = 1 << 20
 
 
@@ -55,7 +61,12 @@ def run(job: Job, folder: Path) -> CompiledProgram:
         start = time.perf_counter()
         workload = _builder(job.builder)(mesh, **job.params)
         lowered = workload.lowered
-        program_hash = program_digest(lowered)
+        text = lowered.as_text()
+        if _KERNEL in text:
+            # Pallas kernels hold the places of their source, which must not count in the digest.
+            with _without_places():
+                text = _builder(job.builder)(mesh, **job.params).lowered.as_text()
+        program_hash = program_digest(text)
         lowering = time.perf_counter() - start
     except Exception as error:  # whatever a builder raises is its result
         return CompiledProgram(status="error", message=_words(error), versions=versions)
@@ -77,7 +88,7 @@ def run(job: Job, folder: Path) -> CompiledProgram:
             status="oom" if out_of_memory else "error",
             message=_words(error),
             needed_bytes=_needed(text) if out_of_memory else None,
-            buffers=(read_buffers(dump) or buffers_of_message(text)) if job.buffers else (),
+            buffers=read_buffers(dump) or buffers_of_message(text),
             compile_seconds=time.perf_counter() - start,
             **known,
         )
@@ -95,16 +106,40 @@ def run(job: Job, folder: Path) -> CompiledProgram:
         host=host,
         kinds=workload.bytes_by_kind(),
     )
-    buffers = read_buffers(dump) if job.buffers else ()
-    if (reason := _write_text(folder, compiled.as_text())) is not None:
+    buffers = read_buffers(dump)
+    text = compiled.as_text()
+    if (reason := _write_text(folder, text)) is not None:
         return CompiledProgram(status="error", message=reason, compile_seconds=seconds, **known)
     return CompiledProgram(
         status="ok",
         memory=memory,
         buffers=buffers,
+        lines=_lines(text),
         compile_seconds=seconds,
         **known,
     )
+
+
+@contextlib.contextmanager
+def _without_places() -> Iterator[None]:
+    import jax
+
+    name = "jax_traceback_in_locations_limit"
+    before = jax.config.values[name]
+    jax.config.update(name, 0)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+def _lines(text: str) -> dict[str, str]:
+    """The texts of the source lines that a program comes from, also of the generated code of Capibara's models."""
+    found = {}
+    for frame in sorted(Frames.of(text).places())[:_MOST_LINES]:
+        if line := linecache.getline(frame.file, frame.line).strip():
+            found[f"{frame.file}:{frame.line}"] = "".join(c for c in line[:_LONGEST_LINE] if c.isprintable())
+    return found
 
 
 def _write_text(folder: Path, text: str) -> str | None:

@@ -150,7 +150,7 @@ def explain_oom(
 
     Args:
       config: as for training. layout, target: what does not fit.
-      program: its compilation with ``buffers=True``, if available.
+      program: its compilation, if available.
       remedies: number of remedies to find. max_compiles: maximum number of changes to compile.
       memory_limit_gb: GiB that a device may use, if less than it has; also applies to remedies.
       workers: parallel compilations.
@@ -217,7 +217,7 @@ class _Tries:
     progress: Progress | None
 
     def compile(self, asked: list[tuple[Layout, Slice, bool]]) -> list[CompiledProgram]:
-        """Programs of layouts, in their order; the one whose buffers are asked for has to be refused.
+        """Programs of layouts, in their order; the one that is explained has to be refused.
 
         Raises:
           PlanError, CompilationError: it is not.
@@ -227,7 +227,7 @@ class _Tries:
             if self.progress is not None:
                 self.progress("start", asked[number][0], None)
 
-        jobs = [self.work.job(layout, target, buffers=buffers) for layout, target, buffers in asked]
+        jobs = [self.work.job(layout, target) for layout, target, _ in asked]
         done: dict[int, CompiledProgram] = {}
         with contextlib.closing(
             compile_programs(jobs, cache=self.cache, workers=self.workers, started=started)

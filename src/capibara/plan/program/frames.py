@@ -82,6 +82,10 @@ class Frames:
             frame, number = self._known[number]
             yield frame
 
+    def places(self) -> set[Frame]:
+        """All of them, each once."""
+        return {frame for frame, _ in self._known.values() if frame.file}
+
     def source(self, place: str) -> str:
         """``"file.py:31"`` of a place: that itself, or the innermost frame's; or an empty string."""
         if not place.isdecimal():

@@ -13,6 +13,7 @@ from capibara.files import replace_file
 from capibara.plan.errors import PlanError
 from capibara.plan.report.picture import draw_plan
 from capibara.plan.report.table import plan_text
+from capibara.plan.report.where import where_tables
 
 if TYPE_CHECKING:
     from capibara.plan.planning import Plan
@@ -46,6 +47,13 @@ def write_report(plan: Plan, path: str | os.PathLike[str]) -> Path:
     return target
 
 
+def _where(plan: Plan) -> str:
+    if plan.where is None:
+        return ""
+    tables = html.escape("\n".join(where_tables(plan.where)).strip("\n"))
+    return f"<h2>By part of the model and source line</h2><pre>{tables}</pre>"
+
+
 def _page(plan: Plan, picture: bytes) -> str:
     image = base64.b64encode(picture).decode()
     parts = "".join(
@@ -60,6 +68,7 @@ def _page(plan: Plan, picture: bytes) -> str:
         f"<img alt='memory, time and mesh of the plan' src='data:image/png;base64,{image}'>"
         "<h2>Where the best candidate's time goes</h2>"
         f"<table><tr><th>part</th><th>a step</th><th>source</th></tr>{parts}</table>"
+        + _where(plan)
         + (f"<h2>Not in the time</h2><ul>{unknown}</ul>" if unknown else "")
         + "</body></html>\n"
     )

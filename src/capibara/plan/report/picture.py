@@ -11,6 +11,7 @@ from capibara.plan.report.labels import distinct_flags, mesh_word, sharding_word
 from capibara.plan.sizes import unit_of
 
 if TYPE_CHECKING:
+    from capibara.plan.attribution import Attribution
     from capibara.plan.candidate import Candidate
     from capibara.plan.planning import Plan
 
@@ -28,6 +29,7 @@ _COLOURS = (
 )
 # A picture of more chips than this shows the corner of the grid.
 _MOST_CHIPS = 512
+_MOST_PARTS = 14
 
 Link = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -53,12 +55,16 @@ def figure_of(plan: Plan) -> Any:
     best = plan.best
     # Without a compiled program the order of the devices is not known: there is no mesh to draw.
     columns = 2 if best.coordinates else 1
-    grid = figure.add_gridspec(2, columns, width_ratios=(3, 2)[:columns])
+    rows = 2 if plan.where is None else 3
+    figure.set_figheight(4 * rows)
+    grid = figure.add_gridspec(rows, columns, width_ratios=(3, 2)[:columns])
     labels = _labels(plan)
     _bars(figure.add_subplot(grid[0, 0]), plan, labels, "memory")
     _bars(figure.add_subplot(grid[1, 0]), plan, labels, "time")
     if best.coordinates:
-        _mesh(figure.add_subplot(grid[:, 1], projection="3d"), best)
+        _mesh(figure.add_subplot(grid[:2, 1], projection="3d"), best)
+    if plan.where is not None:
+        _parts(figure.add_subplot(grid[2, :]), plan.where)
     figure.suptitle(f"{plan.work}\non {plan.target}", fontsize=11)
     return figure
 
@@ -100,6 +106,29 @@ def _bars(axes: Any, plan: Plan, labels: Sequence[str], what: str) -> None:
         columnspacing=1.2,
         handlelength=1.2,
     )
+
+
+def _parts(axes: Any, where: Attribution) -> None:
+    """The parts of the model that take most, with their shares of the step."""
+    shown = where.parts[:_MOST_PARTS]
+    places = list(range(len(shown)))[::-1]
+    left = [0.0] * len(shown)
+    for name, colour in (("compute", 0), ("other", 1), ("communication", 3)):
+        widths = [getattr(one, name) for one in shown]
+        axes.barh(places, widths, left=left, color=_COLOURS[colour], label=name, height=0.7)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    for place, one in zip(places, shown, strict=True):
+        axes.text(
+            one.seconds,
+            place,
+            f" {one.seconds:.3g} s, {one.seconds / where.seconds:.1%}",
+            va="center",
+            fontsize=8,
+        )
+    axes.set_yticks(places, [one.name for one in shown], fontsize=8)
+    axes.set_xlim(0, 1.18 * max(one.seconds for one in shown))  # room for the numbers
+    axes.set_xlabel("predicted seconds per step of the best layout, by part of the model")
+    axes.legend(fontsize=8, loc="lower right", frameon=False)
 
 
 def _labels(plan: Plan) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from capibara.plan.report.labels import distinct_flags, mesh_word, sharding_word
+from capibara.plan.report.where import where_line, where_tables
 from capibara.plan.sizes import limit_text, size_text, unit_of
 
 if TYPE_CHECKING:
@@ -27,8 +28,8 @@ def plan_text(plan: Plan, width: int = 130) -> str:
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
 
 
-def print_plan(plan: Plan, console: Any) -> None:
-    """Print it on a ``rich`` console."""
+def print_plan(plan: Plan, console: Any, *, where: bool = False) -> None:
+    """Print it on a ``rich`` console; ``where``: with tables of where time and memory go."""
     from rich.table import Table
     from rich.text import Text
 
@@ -69,6 +70,7 @@ def print_plan(plan: Plan, console: Any) -> None:
     if plan.candidates:
         for line in [
             *candidate_lines(plan.best, plan.limit_bytes),
+            *where_line(plan.where),
             *_least_lines(plan.least_memory),
             *_run_lines(plan),
         ]:
@@ -76,6 +78,9 @@ def print_plan(plan: Plan, console: Any) -> None:
             console.print(Text(line), soft_wrap=True)
     for line in _footer(plan):
         console.print(Text(line), soft_wrap=True)
+    if where and plan.where is not None:
+        for line in where_tables(plan.where):
+            console.print(Text(line), soft_wrap=True)
 
 
 def _row(rank: int, c: Candidate, scale: int, tick: float) -> Sequence[str]:
