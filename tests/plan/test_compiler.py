@@ -206,6 +206,14 @@ def test_records_that_pip_left_are_not_the_version(monkeypatch, tmp_path):
     assert find_compiler().version == "0.0.42.1"
 
 
+def test_only_what_is_explained_holds_the_places_of_its_source(monkeypatch):
+    """Its buffers are named by them; digests of all else must not depend on them."""
+    monkeypatch.delenv("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", raising=False)
+    compiler = Compiler("1.0", None)
+    assert compiler.environment()["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] == "0"
+    assert "JAX_TRACEBACK_IN_LOCATIONS_LIMIT" not in compiler.environment(places=True)
+
+
 def test_memory_adds_up():
     memory = Memory(arguments=10, outputs=4, aliased=3, temporaries=5, kinds={"parameters": 7})
     assert memory.total == 10 + 4 - 3 + 5

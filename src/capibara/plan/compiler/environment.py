@@ -57,12 +57,17 @@ class Compiler:
         found = self.environment()
         return {name: found[name] for name in sorted(names) if found.get(name)}
 
-    def environment(self) -> dict[str, str]:
-        """Variables for a process that compiles for TPUs and runs on the CPU."""
+    def environment(self, *, places: bool = False) -> dict[str, str]:
+        """Variables for a process that compiles for TPUs and runs on the CPU.
+
+        Args:
+          places: whether operations hold the places of their source, by which buffers are named.
+        """
         paths = [self.path] if self.path else []
         paths += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         flags = os.environ.get("XLA_FLAGS", "").split()
         # Importing libtpu sets it, also in the process that asks, which may have imported another one.
+        limit = {} if places else {"JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0"}
         library = {"TPU_LIBRARY_PATH": self.library} if self.library else {}
         return {
             **os.environ,
@@ -71,7 +76,7 @@ class Compiler:
             "JAX_PLATFORMS": "cpu",
             # Pallas kernels hold the places of their source. Programs are known by their digests, in which these
             # must not count.
-            "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
+            **limit,
             # An emulated mesh of the asking process only takes memory here.
             "XLA_FLAGS": " ".join(f for f in flags if "host_platform_device_count" not in f),
             # Compiling asks no metadata server; several may load the library at once, for none opens a TPU.

@@ -30,7 +30,7 @@ def worker(job: Job, folder: Path, compiler: Compiler) -> Iterator[subprocess.Po
     with open(folder / "words", "wb") as words:
         process = subprocess.Popen(
             [sys.executable, "-m", "capibara.plan.compiler.worker", str(folder), "--until-stdin-ends"],
-            env=compiler.environment(),
+            env=compiler.environment(places=job.buffers),
             stdin=subprocess.PIPE,
             stdout=words,
             stderr=subprocess.STDOUT,
