@@ -1,0 +1,49 @@
+"""Operations that TPUs do better in another form than CPUs.
+
+Products of activations with a weight keep the activations' axes. On a CPU two axes are faster
+(:mod:`~capibara.compose.backends.jax_ops.language`); XLA's TPU compiler sees through such reshapes only in part, and then
+does not compute what stands before and after a product within it: an activation function between two products is a pass
+over memory of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+__all__ = ["on_tpu"]
+
+Array = jax.Array
+
+
+def _dense(x: Array, weight: Array, accumulate: str) -> Array:
+    contracted = (((x.ndim - 1,), (0,)), ((), ()))
+    out = lax.dot_general(x, weight, contracted, preferred_element_type=jnp.dtype(accumulate))
+    return out.astype(jnp.result_type(x, weight))
+
+
+def _project(x: Array, weight: Array, accumulate: str) -> Array:
+    flat = weight.reshape(weight.shape[0], math.prod(weight.shape[1:]))
+    return _dense(x, flat, accumulate).reshape(*x.shape[:-1], *weight.shape[1:])
+
+
+def _merge(x: Array, weight: Array, accumulate: str) -> Array:
+    joined = math.prod(weight.shape[:2])
+    flat = x.reshape(*x.shape[:-2], joined)
+    return _dense(flat, weight.reshape(joined, *weight.shape[2:]), accumulate)
+
+
+def on_tpu(ops: Any) -> Any:
+    """The operations of a module (its ``__all__``), some of them in the form for TPUs.
+
+    Args:
+        ops: :mod:`capibara.compose.backends.jax_ops`.
+    """
+    own = {"dense": _dense, "project": _project, "merge": _merge}
+    same = {name: getattr(ops, name) for name in ops.__all__}
+    return SimpleNamespace(**{**same, **own}, __all__=list(ops.__all__))
