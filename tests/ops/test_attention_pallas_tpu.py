@@ -47,7 +47,14 @@ BLOCKS = (
     AttentionSpec("negative scale", 1, 1, 256, 8, options={"scale": -0.7, "block_size": 128}),
     # Heads of whole tiles are read where a projection wrote them; under the window by two kernels of gradients.
     AttentionSpec(
-        "side by side", 2, 4, 300, 128, 2, segments=True, options={**CAUSAL, "layout": "bshd", "block_size": 128}
+        "side by side",
+        2,
+        4,
+        300,
+        128,
+        2,
+        segments=True,
+        options={**CAUSAL, "layout": "bshd", "block_size": 128},
     ),
     AttentionSpec(
         "side by side, window",

@@ -146,7 +146,9 @@ def whole_heads(heads: int, features: int, dtype: Any = jnp.float32) -> tuple[ja
 
 @pytest.mark.parametrize(("heads", "features"), [(2, 128), (4, 64), (1, 256)])
 @pytest.mark.parametrize("by_row", [False, True])
-def test_kernel_has_the_values_and_derivatives_of_the_plain_form(heads: int, features: int, by_row: bool) -> None:
+def test_kernel_has_the_values_and_derivatives_of_the_plain_form(
+    heads: int, features: int, by_row: bool
+) -> None:
     x, ahead, *tables = whole_heads(heads, features)
     if by_row:
         tables = [jnp.stack([table, table[::-1]]) for table in tables]

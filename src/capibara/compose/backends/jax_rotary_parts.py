@@ -16,7 +16,7 @@ __all__ = ["rotary_on_parts"]
 
 
 def rotary_on_parts(op: Callable[..., Any], mesh: Mesh, rules: AxisRules) -> Callable[..., Any]:
-    """``rotate`` of each device's rows, positions and heads; outside of a trace ``op`` itself.
+    """``rotate`` of each device's rows, positions and heads; of few positions, or outside of a trace, ``op`` itself.
 
     Args:
         op: ``rotate(x, cos, sin, …)`` of :mod:`capibara.compose.backends.jax_ops`.
@@ -26,9 +26,12 @@ def rotary_on_parts(op: Callable[..., Any], mesh: Mesh, rules: AxisRules) -> Cal
     from jax.core import Tracer
     from jax.sharding import PartitionSpec
 
+    from capibara.ops.rotary.pallas_tpu import FEWEST_ROWS
+
     @wraps(op)
     def run(x: Any, cos: Any, sin: Any, **options: Any) -> Any:
-        free = free_axes(mesh) if isinstance(x, Tracer) and x.ndim == 4 else None
+        many = isinstance(x, Tracer) and x.ndim == 4 and x.shape[1] >= FEWEST_ROWS
+        free = free_axes(mesh) if many else None
         if free is None:
             return op(x, cos, sin, **options)
         names = ("batch", "sequence", "heads", "head_dim")

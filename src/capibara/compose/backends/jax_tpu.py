@@ -1,20 +1,26 @@
 """Operations that TPUs do better in another form than CPUs.
 
 Products of activations with a weight keep the activations' axes. On a CPU two axes are faster
-(:mod:`~capibara.compose.backends.jax_ops.language`); XLA's TPU compiler sees through such reshapes only in part, and then
-does not compute what stands before and after a product within it: an activation function between two products is a pass
-over memory of its own.
+(:mod:`~capibara.compose.backends.jax_ops.language`); XLA's TPU compiler sees through such reshapes only in part, and
+does not fuse elementwise operations into a product across one: an activation function between two products then is a
+pass over memory of its own.
+
+Norms read arrays whose features are innermost. For the sum over them XLA would choose the positions instead, keep the
+residual stream in that order, and copy it back for the backward pass.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 
 __all__ = ["on_tpu"]
 
@@ -38,12 +44,32 @@ def _merge(x: Array, weight: Array, accumulate: str) -> Array:
     return _dense(flat, weight.reshape(joined, *weight.shape[2:]), accumulate)
 
 
+def _features_innermost(op: Callable[..., Any]) -> Callable[..., Any]:
+    """A norm of arrays in the order of their axes, where they are those of a sequence."""
+
+    @wraps(op)
+    def run(x: Any, *arrays: Any, **options: Any) -> Any:
+        if isinstance(x, Tracer) and x.ndim == 3:
+            from jax.experimental.layout import Layout, with_layout_constraint
+
+            x = with_layout_constraint(x, Layout(major_to_minor=(0, 1, 2)))
+        return op(x, *arrays, **options)
+
+    return run
+
+
 def on_tpu(ops: Any) -> Any:
     """The operations of a module (its ``__all__``), some of them in the form for TPUs.
 
     Args:
         ops: :mod:`capibara.compose.backends.jax_ops`.
     """
-    own = {"dense": _dense, "project": _project, "merge": _merge}
+    own = {
+        "dense": _dense,
+        "project": _project,
+        "merge": _merge,
+        "rms_norm": _features_innermost(ops.rms_norm),
+        "layer_norm": _features_innermost(ops.layer_norm),
+    }
     same = {name: getattr(ops, name) for name in ops.__all__}
     return SimpleNamespace(**{**same, **own}, __all__=list(ops.__all__))

@@ -194,9 +194,7 @@ def _backward(
         dq = kernels.query_gradient(plan, *given)
         dk, dv = kernels.key_value_gradients(plan, *given)
     sizes = (problem.q_len, problem.heads), *((problem.kv_len, problem.kv_heads),) * 2
-    return tuple(
-        _to_caller(problem, plan, x, *each) for x, each in zip((dq, dk, dv), sizes, strict=True)
-    )
+    return tuple(_to_caller(problem, plan, x, *each) for x, each in zip((dq, dk, dv), sizes, strict=True))
 
 
 _KERNELS = Kernels("tpu", _forward, _backward)

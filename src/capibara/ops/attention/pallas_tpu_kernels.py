@@ -2,9 +2,9 @@
 
 All three see ``query [batch, kv_heads, group, rows, dim]`` and ``key``/``value`` ``[batch, kv_heads, keys, dim]``,
 padded to whole blocks; or, with ``plan.heads``, ``[batch, rows, heads * dim]``, as a projection writes them, for heads
-of whole tiles of 128 lanes: then nothing is transposed around the kernels. A grid step multiplies one block of queries with one block of keys; the last grid axes run in
-order on one core and accumulate in its memory (VMEM). Blocks that a causal mask or a window hides completely are
-neither fetched nor computed, and only partially hidden blocks are masked.
+of whole tiles of 128 lanes: then nothing is transposed around the kernels. A grid step multiplies one block of queries
+with one block of keys; the last grid axes run in order on one core and accumulate in its memory (VMEM). Blocks that a
+causal mask or a window hides completely are neither fetched nor computed, and only partially hidden blocks are masked.
 
 Values per row (the log-sum-exp, and in the backward pass ``sum(out · out_grad)``) are stored as a row vector ``[…, 1,
 rows]``: a column would be padded to 128 lanes. The kernel for key and value works on transposed scores, and uses the

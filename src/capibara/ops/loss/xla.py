@@ -266,7 +266,9 @@ def _chunked_graded(
 
 def _by_platform(problem: LossProblem, form: Callable[..., Any]) -> Callable[..., Any]:
     """A form in chunks, on TPUs in theirs."""
-    ways = [(chunks(problem, tpu=tpu), vocab_block(problem, chunks(problem)[1], tpu=tpu)) for tpu in (False, True)]
+    ways = [
+        (chunks(problem, tpu=tpu), vocab_block(problem, chunks(problem)[1], tpu=tpu)) for tpu in (False, True)
+    ]
     if ways[0] == ways[1]:
         return partial(form, problem)
     forms: dict[str, Any] = {"tpu": partial(form, problem, tpu=True), "default": partial(form, problem)}

@@ -1,9 +1,8 @@
 """The rotation on TPUs, in one pass over the heads of a position where a projection wrote them.
 
-A head fills one register of 128 lanes, or a part or a multiple of one. XLA cuts such heads in halves that fill registers
-half, in several passes over the array in float32; and the products and kernels around it want the heads of a position
-side by side, where it wants them apart. The kernel reads ``[rows, heads * features]`` once, turns the lanes of each
-register by half a head, and writes the result in the dtype that it read.
+XLA splits heads into halves that fill half of the 128 lanes of a register, in several passes over the array in float32,
+and keeps heads apart where the products and kernels around it have those of a position side by side. The kernel reads
+``[rows, heads * features]`` once, rotates the lanes of each head by half of them, and writes the dtype that it read.
 
 The rotation is linear in what is turned, and its transpose is the rotation backwards. A primitive says so, so that
 derivatives of all kinds and orders are those of the XLA form.
@@ -24,7 +23,7 @@ from capibara.ops.one_device import compile_calls, kernel_results, on_platform, 
 from capibara.ops.rotary import xla
 from capibara.ops.rotary.problem import RotaryProblem
 
-__all__ = ["check", "forward"]
+__all__ = ["FEWEST_ROWS", "check", "forward"]
 
 LANES = 128
 # Of a block of rows: small enough for two copies of it and of the result, large enough to hide the latency of memory.
@@ -38,6 +37,8 @@ _primitive = Primitive("capibara_rotary_tpu")
 def check(problem: RotaryProblem) -> None:
     """Refuse what the kernel does not turn."""
     for shape, dtype in zip(problem.shapes, problem.dtypes, strict=True):
+        if not all(isinstance(n, int) for n in shape):
+            raise NotImplementedError("turns arrays of known sizes")
         length, heads, features = shape[-3:]
         if dtype not in ("bfloat16", "float32") or problem.wide != "float32":
             raise NotImplementedError(f"turns float32 and bfloat16 by tables in float32, not {dtype}")
