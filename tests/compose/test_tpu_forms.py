@@ -14,7 +14,10 @@ from device_arrays import device_array
 from capibara.compose.backends import jax_ops
 from capibara.compose.backends.jax_tpu import on_tpu
 
-CLOSE = {jnp.float32: {"rtol": 1e-5, "atol": 1e-5}, jnp.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}
+CLOSE: dict[Any, Any] = {
+    jnp.float32: {"rtol": 1e-5, "atol": 1e-5},
+    jnp.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
+}
 CASES: dict[str, Any] = {
     "dense": ((3, 5, 16), (16, 24)),
     "project": ((3, 5, 16), (16, 4, 8)),

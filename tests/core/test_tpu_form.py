@@ -31,7 +31,7 @@ def loss_and_gradients(settings: dict[str, Any], params: Any = None) -> tuple[An
     model = ModularCapibaraModel(ModularModelConfig.from_toml("production/tpu_v4", settings))
     params = model.init(0)[0] if params is None else params
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 96, size=(2, 161)), jnp.int32)
-    run = jax.jit(jax.value_and_grad(lambda p: model.loss(p, tokens, state={})[0]))
+    run = jax.jit(jax.value_and_grad(lambda p: model.loss(p, {"tokens": tokens}, state={})[0]))
     return params, *run(params)
 
 

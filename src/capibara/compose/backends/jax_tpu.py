@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,6 +68,7 @@ def on_tpu(ops: Any) -> Any:
         "dense": _dense,
         "project": _project,
         "merge": _merge,
+        "rotate": partial(ops.rotate, implementation="auto"),
         "rms_norm": _features_innermost(ops.rms_norm),
         "layer_norm": _features_innermost(ops.layer_norm),
     }

@@ -144,7 +144,7 @@ def _tangent(primals: Any, tangents: Any, *, problem: RotaryProblem) -> Any:
             for each, table in zip(of_tables, (cos, sin), strict=True)
         ]
         parts.append(_plain(problem, x, *tables))
-    return out, sum(parts[1:], start=parts[0]) if parts else ad.Zero.from_primal_value(out)
+    return out, sum(parts[1:], start=parts[0]) if parts else jnp.zeros_like(out)
 
 
 def _transpose(given: Any, x: Any, cos: Any, sin: Any, *, problem: RotaryProblem) -> Any:
