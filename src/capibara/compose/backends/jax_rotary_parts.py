@@ -30,7 +30,12 @@ def rotary_on_parts(op: Callable[..., Any], mesh: Mesh, rules: AxisRules) -> Cal
 
     @wraps(op)
     def run(x: Any, cos: Any, sin: Any, **options: Any) -> Any:
-        many = isinstance(x, Tracer) and x.ndim == 4 and x.shape[1] >= FEWEST_ROWS
+        many = (
+            isinstance(x, Tracer)
+            and x.ndim == 4
+            and isinstance(x.shape[1], int)
+            and x.shape[1] >= FEWEST_ROWS
+        )
         free = free_axes(mesh) if many else None
         if free is None:
             return op(x, cos, sin, **options)

@@ -7,6 +7,8 @@ pass over memory of its own.
 
 Norms read arrays whose features are innermost. For the sum over them XLA would choose the positions instead, keep the
 residual stream in that order, and copy it back for the backward pass.
+
+Few positions, as in decoding, are computed in the form for CPUs: each would be a tile of its own.
 """
 
 from __future__ import annotations
@@ -22,12 +24,23 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
+from capibara.compose.backends import jax_ops
+
 __all__ = ["on_tpu"]
 
 Array = jax.Array
 
+# Positions of a sequence, for which the forms here are the better ones.
+_FEWEST = 128
+
+
+def _few(positions: Any) -> bool:
+    return not isinstance(positions, int) or positions < _FEWEST  # a symbol, of a program that is exported
+
 
 def _dense(x: Array, weight: Array, accumulate: str) -> Array:
+    if x.ndim < 3 or _few(x.shape[-2]):
+        return jax_ops.dense(x, weight, accumulate)
     contracted = (((x.ndim - 1,), (0,)), ((), ()))
     out = lax.dot_general(x, weight, contracted, preferred_element_type=jnp.dtype(accumulate))
     return out.astype(jnp.result_type(x, weight))
@@ -49,7 +62,7 @@ def _features_innermost(op: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(op)
     def run(x: Any, *arrays: Any, **options: Any) -> Any:
-        if isinstance(x, Tracer) and x.ndim == 3:
+        if isinstance(x, Tracer) and x.ndim == 3 and not _few(x.shape[1]):
             from jax.experimental.layout import Layout, with_layout_constraint
 
             x = with_layout_constraint(x, Layout(major_to_minor=(0, 1, 2)))

@@ -35,9 +35,9 @@ from capibara.ops.one_device import alike, on_one_device
 
 __all__ = ["chunks", "forward", "vocab_block"]
 
-# A chunk has a 32nd of the tokens (on TPUs a 16th), and at most 512 MiB of logits as float32. Products with fewer tokens
-# are slow, and each chunk adds to the whole gradient of the head: where 256 tokens have at most 32 MiB of logits, they
-# are worth it.
+# A chunk has a 32nd of the tokens (on TPUs a 16th), and at most 512 MiB of logits as float32. Products with fewer
+# tokens are slow, and each chunk adds to the whole gradient of the head: where 256 tokens have at most 32 MiB of
+# logits, they are worth it.
 _PARTS = 32
 _PARTS_TPU = 16
 _LARGEST = 1 << 27
