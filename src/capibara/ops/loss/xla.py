@@ -10,7 +10,7 @@ arXiv:2410.10989).
 Within a chunk the vocabulary is taken in blocks, first for the logits and the sum of their exponentials, and then for
 the gradients. On a CPU blocks stay in its caches; and the gradient of the head, which is a sum over chunks, is added in
 place block by block instead of being computed as a whole beside the sum. A TPU adds to that sum within the product, and
-takes the whole vocabulary at once; there chunks are twice as long, since each reads and writes the sum.
+takes the whole vocabulary at once; there chunks of few logits are twice as long, since each reads and writes the sum.
 
 XLA could split a loop over sharded tokens only by communicating in each of its steps. A program for several devices
 whose arrays XLA splits therefore has the whole logits, each device its part of them; inside ``shard_map`` each device
@@ -35,12 +35,14 @@ from capibara.ops.one_device import alike, on_one_device
 
 __all__ = ["chunks", "forward", "vocab_block"]
 
-# A chunk has a 32nd of the tokens (on TPUs a 16th), and at most 512 MiB of logits as float32. Products with fewer
-# tokens are slow, and each chunk adds to the whole gradient of the head: where 256 tokens have at most 32 MiB of
-# logits, they are worth it.
+# A chunk has a 32nd of the tokens, and at most 512 MiB of logits as float32. Products with fewer tokens are slow, and
+# each chunk adds to the whole gradient of the head: where 256 tokens have at most 32 MiB of logits, they are worth it.
 _PARTS = 32
-_PARTS_TPU = 16
 _LARGEST = 1 << 27
+# On TPUs a 16th of many tokens, with at most 128 MiB of logits.
+_PARTS_TPU = 16
+_LARGEST_TPU = 1 << 25
+_MANY_TPU = 1 << 13
 _FEWEST = 128
 _FEWEST_LOGITS = 1 << 23
 # Elements of a block: 2 MiB as float32, unless it had fewer entries of the vocabulary than are worth a product.
@@ -56,8 +58,9 @@ def chunks(problem: LossProblem, *, tpu: bool = False) -> tuple[int, int]:
     size = problem.chunk_size
     if size is None:
         fewest = 2 * _FEWEST if 2 * _FEWEST * problem.vocab <= _FEWEST_LOGITS else _FEWEST
-        parts = _PARTS_TPU if tpu else _PARTS
-        size = max(min(-(-tokens // parts), _LARGEST // problem.vocab), fewest)
+        size = max(min(-(-tokens // _PARTS), _LARGEST // problem.vocab), fewest)
+        if tpu and tokens >= _MANY_TPU:
+            size = max(size, min(-(-tokens // _PARTS_TPU), _LARGEST_TPU // problem.vocab))
     count = -(-tokens // size)
     return count, -(-tokens // count)
 
