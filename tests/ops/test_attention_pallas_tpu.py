@@ -45,6 +45,28 @@ BLOCKS = (
     AttentionSpec("wide heads", 1, 1, 700, 136, options=CAUSAL),
     AttentionSpec("parts of a block", 1, 1, 600, 8, options={**CAUSAL, "block_size": 1024}),
     AttentionSpec("negative scale", 1, 1, 256, 8, options={"scale": -0.7, "block_size": 128}),
+    # Heads of whole tiles are read where a projection wrote them; under the window by two kernels of gradients.
+    AttentionSpec(
+        "side by side",
+        2,
+        4,
+        300,
+        128,
+        2,
+        segments=True,
+        options={**CAUSAL, "layout": "bshd", "block_size": 128},
+    ),
+    AttentionSpec(
+        "side by side, window",
+        1,
+        2,
+        520,
+        128,
+        1,
+        value_dim=256,
+        sinks=True,
+        options={**CAUSAL, "layout": "bshd", "block_size": 128, "window": 70},
+    ),
 )
 SMALL = tuple(s for s in SPECS if "odd" in s.tags or s.name in ("one key head", "bshd", "other value size"))
 

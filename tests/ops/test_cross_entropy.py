@@ -21,7 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capibara.ops import OpShapeError, OpTypeError, OpValueError, explain
-from capibara.ops.loss import cross_entropy
+from capibara.ops.loss import cross_entropy, xla
+from capibara.ops.loss.problem import prepare
 from capibara.ops.loss.specs import SPECS, LossSpec, arguments
 from capibara.ops.tagged import tagged
 
@@ -216,7 +217,8 @@ SHARDED = r"""
 import json
 import jax, jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from capibara.ops.loss import cross_entropy
+from capibara.ops.loss import cross_entropy, xla
+from capibara.ops.loss.problem import prepare
 import re, numpy as np
 
 mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
@@ -293,3 +295,25 @@ X, W, Y = np.ones((2, 3), np.float32), np.ones((3, 4), np.float32), np.ones(2, n
 def test_arguments_that_do_not_fit(arrays: Any, options: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         cross_entropy(*arrays, **options)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_chunks_for_tpus_have_the_same_losses_and_gradients(softcap: float | None) -> None:
+    random = np.random.default_rng(7)
+    hidden = jnp.asarray(random.normal(size=(3, 3000, 8)), jnp.float32)
+    head = jnp.asarray(random.normal(size=(5000, 8)), jnp.float32)
+    labels = jnp.asarray(random.integers(0, 5000, size=(3, 3000)), jnp.int32)
+    weights = jnp.asarray(random.random((3, 3000)), jnp.float32)
+    problem, _ = prepare(hidden, head, labels, layout="vf", softcap=softcap, implementation="xla")
+    assert xla.chunks(problem) != xla.chunks(problem, tpu=True)
+    assert xla.vocab_block(problem, 282) < xla.vocab_block(problem, 282, tpu=True) == 5000
+
+    @jax.jit
+    def both(*given: Any) -> Any:
+        graded = [xla._chunked_graded(problem, *given, tpu=tpu) for tpu in (False, True)]
+        return graded, [xla._chunked_losses(problem, *given[:3], tpu=tpu) for tpu in (False, True)]
+
+    graded, losses = both(hidden, head, labels, weights)
+    for want, got in zip(*graded, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5, atol=1e-5)

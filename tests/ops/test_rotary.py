@@ -136,6 +136,66 @@ def test_what_runs() -> None:
         assert explain(rotary, x, positions=positions, platform=platform).chosen == "xla"
 
 
+def whole_heads(heads: int, features: int, dtype: Any = jnp.float32) -> tuple[jax.Array, ...]:
+    """Two rows of heads that fill registers, and tables of all rows or of each."""
+    random = np.random.default_rng(5)
+    x, ahead = (device_array(random.normal(size=(2, 130, heads, features)), dtype) for _ in range(2))
+    angle = angles(np.arange(130) + 3.0, features)
+    return x, ahead, jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32)
+
+
+@pytest.mark.parametrize(("heads", "features"), [(2, 128), (4, 64), (1, 256)])
+@pytest.mark.parametrize("by_row", [False, True])
+def test_kernel_has_the_values_and_derivatives_of_the_plain_form(
+    heads: int, features: int, by_row: bool
+) -> None:
+    x, ahead, *tables = whole_heads(heads, features)
+    if by_row:
+        tables = [jnp.stack([table, table[::-1]]) for table in tables]
+
+    def all_of(implementation: str, x: Any, cos: Any, sin: Any) -> Any:
+        def turn(x: Any, cos: Any, sin: Any) -> Any:
+            return rotary(x, cos=cos, sin=sin, implementation=implementation)
+
+        def slope(x: Any, cos: Any, sin: Any) -> Any:
+            return jax.grad(lambda *a: jnp.sum(jnp.sin(turn(*a)) * ahead), (0, 1, 2))(x, cos, sin)
+
+        out, tangent = jax.jvp(turn, (x, cos, sin), (ahead, sin, cos))
+        again = jax.grad(lambda x: jnp.sum(jnp.square(slope(x, cos, sin)[0])))(x)
+        each = jax.vmap(turn, (2, None, None), 2)(jnp.stack([x, ahead], 2), cos, sin)
+        own = jax.vmap(turn, (None, 0, 0))(x, jnp.stack([cos, sin]), jnp.stack([sin, cos]))
+        return out, tangent, slope(x, cos, sin), again, each, own
+
+    @jax.jit
+    def run(*given: Any) -> Any:
+        return [all_of(name, *given) for name in ("pallas_tpu", "xla")]
+
+    found, wanted = run(x, *tables)
+    jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4), found, wanted)
+
+
+def test_kernel_rounds_once() -> None:
+    x, _, cos, sin = whole_heads(2, 128, jnp.bfloat16)
+    found = rotary(x, cos=cos, sin=sin, implementation="pallas_tpu")
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(found, rotary(x, cos=cos, sin=sin, implementation="xla"))
+
+
+def test_whole_heads_on_tpus_have_the_kernel() -> None:
+    positions = jax.ShapeDtypeStruct((512,), jnp.int32)
+    x = jax.ShapeDtypeStruct((2, 512, 2, 64), jnp.bfloat16)
+    assert explain(rotary, x, positions=positions, platform="tpu").chosen == "pallas_tpu"
+    for change in (
+        {"x": jax.ShapeDtypeStruct((2, 512, 1, 64), jnp.bfloat16)},
+        {"x": jax.ShapeDtypeStruct((2, 512, 2, 96), jnp.bfloat16)},
+        {"dim": 32},
+        {"layout": "pairs"},
+        {"platform": "cpu"},
+    ):
+        given = {"x": x, "platform": "tpu", **change}
+        assert explain(rotary, given.pop("x"), positions=positions, **given).chosen == "xla"
+
+
 X, PLACES, TABLE = jnp.ones((3, 2, 6)), jnp.arange(3), jnp.ones((3, 3))
 
 

@@ -285,7 +285,10 @@ def _exported(flat: Callable[..., Any], leaves: list[Any], title: str) -> tuple[
         exported = jax.export.export(
             jax.jit(flat),
             platforms=["tpu"],
-            disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("tpu_custom_call")],
+            disabled_checks=[
+                jax.export.DisabledSafetyCheck.custom_call(name)
+                for name in ("tpu_custom_call", "LayoutConstraint")
+            ],
         )(*leaves)
         data = bytes(exported.serialize())
     except Exception as error:

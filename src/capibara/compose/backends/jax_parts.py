@@ -29,6 +29,7 @@ from capibara.compose.backends.jax_expert_parts import experts_on_parts
 from capibara.compose.backends.jax_lookup_parts import lookup_on_parts
 from capibara.compose.backends.jax_paged_parts import paged_on_parts
 from capibara.compose.backends.jax_ring import RINGS
+from capibara.compose.backends.jax_rotary_parts import rotary_on_parts
 from capibara.compose.backends.meshes import free_axes
 from capibara.config.axes import AxisRules
 
@@ -145,13 +146,14 @@ def divide(
     return Division(axes, parts, 0 if groups % parts == 0 else groups)
 
 
-def on_parts(ops: Any, mesh: Mesh, rules: AxisRules) -> Any:
+def on_parts(ops: Any, mesh: Mesh, rules: AxisRules, *, tpu: bool = False) -> Any:
     """The operations of a module (its ``__all__``), those of :data:`LAYOUTS` on each device's part of their arrays.
 
     Equivalent JAX: ``jax.shard_map(ops.attention, mesh=mesh, in_specs=…, out_specs=…)``.
 
     Args:
         ops: :mod:`capibara.compose.backends.jax_ops`. mesh: with automatic axes. rules: which axis goes where.
+        tpu: also those that have a kernel on TPUs only.
     """
     own = {
         name: _on_parts(getattr(ops, name), layout, mesh, rules, RINGS.get(name))
@@ -159,6 +161,8 @@ def on_parts(ops: Any, mesh: Mesh, rules: AxisRules) -> Any:
     }
     own["expert_mlp"] = experts_on_parts(ops.expert_mlp, mesh, rules)
     own["lookup"] = lookup_on_parts(ops.lookup, mesh, rules)
+    if tpu:
+        own["rotate"] = rotary_on_parts(ops.rotate, mesh, rules)
     own["paged_attention"] = paged_on_parts(ops.paged_attention, mesh, rules, pools=2)
     own["paged_codes_attention"] = paged_on_parts(ops.paged_codes_attention, mesh, rules, pools=4)
     return SimpleNamespace(**{name: getattr(ops, name) for name in ops.__all__} | own)

@@ -31,6 +31,9 @@ class Plan:
     dtype: str
     """Of the results; the operands may be narrower."""
     interpret: bool
+    heads: tuple[int, int] | None = None
+    """Key heads and query heads of each, where the heads of a position stand side by side: ``[batch, rows, heads *
+    dim]`` (TPU only). None: arrays are ``[batch, kv_heads, group, rows, dim]``."""
 
     def key_blocks(self, total: int) -> Range:
         """Key blocks that a block of queries sees."""

@@ -86,6 +86,7 @@ def _plan(
         precision=jax.lax.Precision.HIGHEST if exact else None,
         dtype=problem.dtype,
         interpret=interpret,
+        heads=_beside(problem),
     )
     return plan, rows * row_blocks, keys * key_blocks
 
@@ -106,14 +107,47 @@ def gradient_plan(problem: AttentionProblem, interpret: bool) -> tuple[Plan, int
     return *_plan(problem, interpret, _block(problem, wanted)), False
 
 
+def _beside(problem: AttentionProblem) -> tuple[int, int] | None:
+    """``Plan.heads``: whether the kernels read the heads where they are, as ``[batch, sequence, heads * dim]``."""
+    whole = problem.head_dim % LANES == 0 and problem.value_dim % LANES == 0
+    return (problem.kv_heads, problem.group) if problem.layout == "bshd" and whole else None
+
+
+def _of_queries(problem: AttentionProblem, plan: Plan, x: Any, rows: int) -> Any:
+    """An array with the query's heads as the kernels take it, padded to ``rows``."""
+    if plan.heads is None:
+        return grouped(problem, pad(to_bhsd(x, problem.layout), 2, rows))
+    return pad(x.reshape(*x.shape[:2], -1), 1, rows)
+
+
+def _of_keys(problem: AttentionProblem, plan: Plan, x: Any, keys: int) -> Any:
+    if plan.heads is None:
+        return pad(to_bhsd(x, problem.layout), 2, keys)
+    return pad(x.reshape(*x.shape[:2], -1), 1, keys)
+
+
+def _to_caller(problem: AttentionProblem, plan: Plan, x: Any, length: int, heads: int) -> Any:
+    """A kernel's result with ``heads`` heads, of ``length`` positions, in the caller's layout."""
+    if plan.heads is not None:
+        return x[:, :length].reshape(x.shape[0], length, heads, -1)
+    split = x if x.ndim == 4 else ungrouped(problem, x)
+    return from_bhsd(split[:, :, :length], problem.layout)
+
+
 def _operands(
-    problem: AttentionProblem, rows: int, keys: int, query: Any, key: Any, value: Any, ids: tuple[Any, ...]
+    problem: AttentionProblem,
+    plan: Plan,
+    rows: int,
+    keys: int,
+    query: Any,
+    key: Any,
+    value: Any,
+    ids: tuple[Any, ...],
 ) -> tuple[Any, ...]:
-    operand = problem.operand_dtype or problem.dtype
-    q, k, v = (to_bhsd(x, problem.layout).astype(operand) for x in (query, key, value))
-    q = grouped(problem, pad(q, 2, rows))
+    q, k, v = (x.astype(problem.operand_dtype or problem.dtype) for x in (query, key, value))
     ids = tuple(pad(x.astype(jnp.int32), 1, n)[:, None] for x, n in zip(ids, (rows, keys), strict=False))
-    return q, pad(k, 2, keys), pad(v, 2, keys), ids
+    of_keys = (_of_keys(problem, plan, x, keys) for x in (k, v))
+    return _of_queries(problem, plan, q, rows), *of_keys, ids
 
 
 def _forward(
@@ -122,10 +156,10 @@ def _forward(
     from capibara.ops.attention import pallas_tpu_kernels as kernels
 
     plan, rows, keys = output_plan(problem, interpret)
-    q, k, v, ids = _operands(problem, rows, keys, query, key, value, ids)
+    q, k, v, ids = _operands(problem, plan, rows, keys, query, key, value, ids)
     out, stat = kernels.output(plan, q, k, v, *ids)
-    out = ungrouped(problem, out)[:, :, : problem.q_len]
-    return from_bhsd(out, problem.layout), ungrouped(problem, stat)[:, :, 0, : problem.q_len]
+    out = _to_caller(problem, plan, out, problem.q_len, problem.heads)
+    return out, ungrouped(problem, stat)[:, :, 0, : problem.q_len]
 
 
 def _backward(
@@ -143,20 +177,24 @@ def _backward(
     from capibara.ops.attention import pallas_tpu_kernels as kernels
 
     plan, rows, keys, fused = gradient_plan(problem, interpret)
-    q, k, v, ids = _operands(problem, rows, keys, query, key, value, ids)
-    do, out = to_bhsd(out_grad, problem.layout), to_bhsd(out, problem.layout)
-    delta = jnp.sum(do.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    do = grouped(problem, pad(do.astype(q.dtype), 2, rows))
-    stat, delta = (grouped(problem, pad(x, 2, rows)[:, :, None]) for x in (stat, delta))
+    q, k, v, ids = _operands(problem, plan, rows, keys, query, key, value, ids)
+    do = _of_queries(problem, plan, out_grad.astype(q.dtype), rows)
+    stat = grouped(problem, pad(stat, 2, rows)[:, :, None])
+    if fused and plan.heads is not None and out.dtype == out_grad.dtype == q.dtype:
+        # Where heads stand side by side, XLA would transpose both for their sums over a head.
+        delta = _of_queries(problem, plan, out, rows)
+    else:
+        both = out_grad.astype(jnp.float32) * out.astype(jnp.float32)
+        delta = jnp.sum(to_bhsd(both, problem.layout), axis=-1)
+        delta = grouped(problem, pad(delta, 2, rows)[:, :, None])
     given = (q, k, v, do, stat, delta, *ids)
     if fused:
         dq, dk, dv = pallas_tpu_fused.gradients(plan, *given)
     else:
         dq = kernels.query_gradient(plan, *given)
         dk, dv = kernels.key_value_gradients(plan, *given)
-    dq = ungrouped(problem, dq)[:, :, : problem.q_len]
-    grads = (dq, dk[:, :, : problem.kv_len], dv[:, :, : problem.kv_len])
-    return tuple(from_bhsd(x, problem.layout) for x in grads)
+    sizes = (problem.q_len, problem.heads), *((problem.kv_len, problem.kv_heads),) * 2
+    return tuple(_to_caller(problem, plan, x, *each) for x, each in zip((dq, dk, dv), sizes, strict=True))
 
 
 _KERNELS = Kernels("tpu", _forward, _backward)

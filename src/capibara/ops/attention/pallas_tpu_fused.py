@@ -25,7 +25,10 @@ from capibara.ops.attention.pallas_tpu_kernels import (
     _cost,
     _dot,
     _lanes,
+    _of_keys,
+    _of_rows,
     _parts,
+    _row,
     _sizes,
     _steps,
     _vmem,
@@ -47,7 +50,8 @@ def vmem_bytes(plan: Plan, keys: int, size: int, dim: int, value_dim: int) -> in
     dim, value_dim = (-(-n // LANES) * LANES for n in (dim, value_dim))
     part = max(part.stop - part.start for part in _parts(plan.rows))
     result = jnp.dtype(plan.dtype).itemsize
-    rows = 2 * plan.rows * ((size + result) * dim + size * value_dim) + 4 * plan.rows * dim
+    of_output = 2 if plan.heads is None else 4  # with heads side by side the output is an operand, too
+    rows = plan.rows * (2 * (size + result) * dim + of_output * size * value_dim) + 4 * plan.rows * dim
     blocks = 2 * (size + result) * plan.keys * (dim + value_dim)
     return rows + blocks + 4 * keys * (dim + value_dim) + (3 * 4 + 2 * size) * plan.keys * part
 
@@ -55,7 +59,8 @@ def vmem_bytes(plan: Plan, keys: int, size: int, dim: int, value_dim: int) -> in
 def _gradients_kernel(plan: Plan, blocks: int, segments: bool, *refs: Any) -> None:
     ids: Any = refs[6:8] if segments else ()
     query, key, value, out_grad, stat, delta = refs[:6]
-    query_grad, key_grad, value_grad, query_acc, key_acc, value_acc = refs[6 + len(ids) :]
+    query_grad, key_grad, value_grad, query_acc, key_acc, value_acc, *made = refs[6 + len(ids) :]
+    out, delta = (delta, made[0]) if made else (None, delta)
     head, i, step = (pl.program_id(axis) for axis in (2, 3, 4))
     reach = plan.key_blocks(blocks)
 
@@ -67,6 +72,9 @@ def _gradients_kernel(plan: Plan, blocks: int, segments: bool, *refs: Any) -> No
     @pl.when(step == 0)
     def _start_rows() -> None:
         query_acc[...] = jnp.zeros(query_acc.shape, jnp.float32)
+        if out is not None:
+            both = out_grad[...].astype(jnp.float32) * out[...].astype(jnp.float32)
+            delta[...] = _row(jnp.sum(both, axis=1, keepdims=True))
 
     def work(masked: bool) -> None:
         j = reach.at(i, step)
@@ -112,22 +120,28 @@ def gradients(
     """The gradients of query, key and value, the latter two summed over the group of query heads that read them.
 
     A block of queries must reach as many blocks of keys as there are (``plan.key_blocks(blocks).steps == blocks``).
+
+    Args:
+      delta: ``sum(out · out_grad)`` of each row, ``[batch, kv_heads, group, 1, rows]``; or the output, like
+        ``out_grad``, from which the kernel computes it.
     """
     batch, heads, group, row_blocks, key_blocks, dim, value_dim = _sizes(plan, query, value)
     reach = plan.key_blocks(key_blocks)
 
+    from_output = delta.shape == out_grad.shape
+
     def of_rows(last: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, None, plan.rows, last), lambda b, h, g, i, s: (b, h, g, i, 0))
+        return _of_rows(plan, last, lambda b, h, g, i, s: (b, h, g, i))
 
     def of_keys(last: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, plan.keys, last), lambda b, h, g, i, s: (b, h, reach.at(i, s), 0))
+        return _of_keys(plan, last, lambda b, h, g, i, s: (b, h, reach.at(i, s)))
 
     def at_last(last: int) -> pl.BlockSpec:
         # One block, which is not written before the index changes, and in the end each block once.
         def place(b: Any, h: Any, g: Any, i: Any, s: Any) -> tuple[Any, ...]:
-            return b, h, jnp.where((g == group - 1) & (i == row_blocks - 1), s, 0), 0
+            return b, h, jnp.where((g == group - 1) & (i == row_blocks - 1), s, 0)
 
-        return pl.BlockSpec((None, None, plan.keys, last), place)
+        return _of_keys(plan, last, place)
 
     row = pl.BlockSpec((None, None, None, 1, plan.rows), lambda b, h, g, i, s: (b, h, g, 0, i))
     ids_specs = [
@@ -147,12 +161,12 @@ def gradients(
             of_keys(value_dim),
             of_rows(value_dim),
             row,
-            row,
+            of_rows(value_dim) if from_output else row,
             *(ids_specs if ids else []),
         ],
         out_specs=[of_rows(dim), at_last(dim), at_last(value_dim)],
         out_shape=kernel_results(
-            (query, key, value, out_grad, *ids),
+            (query, key, value, out_grad, delta, *ids),
             (query.shape, plan.dtype),
             (key.shape, plan.dtype),
             (value.shape, plan.dtype),
@@ -161,13 +175,17 @@ def gradients(
             _vmem(dim, plan.rows),
             _vmem(key_blocks * plan.keys, dim),
             _vmem(key_blocks * plan.keys, value_dim),
+            *([_vmem(1, plan.rows)] if from_output else []),
         ],
         cost_estimate=_cost(
             plan,
             batch * heads,
             pairs,
             3 * dim + 2 * value_dim,
-            group * row_blocks * plan.rows * ((size + result) * dim + size * value_dim + 8)
+            group
+            * row_blocks
+            * plan.rows
+            * ((size + result) * dim + size * value_dim + (4 + size * value_dim if from_output else 8))
             + pairs * plan.keys * size * (dim + value_dim)
             + key_blocks * plan.keys * result * (dim + value_dim),
         ),

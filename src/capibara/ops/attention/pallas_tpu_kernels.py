@@ -1,9 +1,10 @@
 """The TPU kernels of attention, in Pallas: one for the output, one for the query's gradient, one for key and value.
 
 All three see ``query [batch, kv_heads, group, rows, dim]`` and ``key``/``value`` ``[batch, kv_heads, keys, dim]``,
-padded to whole blocks. A grid step multiplies one block of queries with one block of keys; the last grid axes run in
-order on one core and accumulate in its memory (VMEM). Blocks that a causal mask or a window hides completely are
-neither fetched nor computed, and only partially hidden blocks are masked.
+padded to whole blocks; or, with ``plan.heads``, ``[batch, rows, heads * dim]``, as a projection writes them, for heads
+of whole tiles of 128 lanes: then nothing is transposed around the kernels. A grid step multiplies one block of queries
+with one block of keys; the last grid axes run in order on one core and accumulate in its memory (VMEM). Blocks that a
+causal mask or a window hides completely are neither fetched nor computed, and only partially hidden blocks are masked.
 
 Values per row (the log-sum-exp, and in the backward pass ``sum(out · out_grad)``) are stored as a row vector ``[…, 1,
 rows]``: a column would be padded to 128 lanes. The kernel for key and value works on transposed scores, and uses the
@@ -237,8 +238,37 @@ def _call(
 
 
 def _sizes(plan: Plan, query: jax.Array, value: jax.Array) -> tuple[Any, ...]:
+    if plan.heads is not None:
+        (heads, group), (batch, length, wide) = plan.heads, query.shape
+        dims = wide // (heads * group), value.shape[2] // heads
+        return batch, heads, group, length // plan.rows, value.shape[1] // plan.keys, *dims
     batch, heads, group, length, dim = query.shape
     return batch, heads, group, length // plan.rows, value.shape[2] // plan.keys, dim, value.shape[3]
+
+
+def _of_rows(plan: Plan, last: int, place: Callable[..., tuple[Any, Any, Any, Any]]) -> pl.BlockSpec:
+    """Blocks of queries; ``place`` of a grid step: batch, key head, query head of it, block."""
+    if plan.heads is None:
+        return pl.BlockSpec((None, None, None, plan.rows, last), lambda *at: (*place(*at), 0))
+    group = plan.heads[1]
+
+    def beside(*at: Any) -> tuple[Any, Any, Any]:
+        b, h, g, i = place(*at)
+        return b, i, h * group + g
+
+    return pl.BlockSpec((None, plan.rows, last), beside)
+
+
+def _of_keys(plan: Plan, last: int, place: Callable[..., tuple[Any, Any, Any]]) -> pl.BlockSpec:
+    """Blocks of keys; ``place`` of a grid step: batch, key head, block."""
+    if plan.heads is None:
+        return pl.BlockSpec((None, None, plan.keys, last), lambda *at: (*place(*at), 0))
+
+    def beside(*at: Any) -> tuple[Any, Any, Any]:
+        b, h, j = place(*at)
+        return b, j, h
+
+    return pl.BlockSpec((None, plan.keys, last), beside)
 
 
 def _vmem(*shape: int, dtype: Any = jnp.float32) -> Any:
@@ -249,12 +279,15 @@ def output(plan: Plan, query: Any, key: Any, value: Any, *ids: Any) -> tuple[jax
     """The output, like the query, and the rows' log-sum-exp ``[batch, kv_heads, group, 1, rows]``."""
     batch, heads, group, row_blocks, key_blocks, dim, value_dim = _sizes(plan, query, value)
     reach = plan.key_blocks(key_blocks)
+    length = row_blocks * plan.rows
+    like_query = (batch, heads, group, length) if plan.heads is None else (batch, length)
+    last = value_dim if plan.heads is None else heads * group * value_dim
 
     def of_rows(last: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, None, plan.rows, last), lambda b, h, g, i, s: (b, h, g, i, 0))
+        return _of_rows(plan, last, lambda b, h, g, i, s: (b, h, g, i))
 
     def of_keys(last: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, plan.keys, last), lambda b, h, g, i, s: (b, h, reach.at(i, s), 0))
+        return _of_keys(plan, last, lambda b, h, g, i, s: (b, h, reach.at(i, s)))
 
     stat = pl.BlockSpec((None, None, None, 1, plan.rows), lambda b, h, g, i, s: (b, h, g, 0, i))
     ids_specs = [
@@ -273,8 +306,8 @@ def output(plan: Plan, query: Any, key: Any, value: Any, *ids: Any) -> tuple[jax
         out_specs=[of_rows(value_dim), stat],
         out_shape=kernel_results(
             (query, key, value, *ids),
-            ((*query.shape[:4], value_dim), plan.dtype),
-            ((*query.shape[:3], 1, query.shape[3]), jnp.float32),
+            ((*like_query, last), plan.dtype),
+            ((batch, heads, group, 1, length), jnp.float32),
         ),
         scratch_shapes=scratch,
         cost_estimate=_cost(
@@ -300,10 +333,10 @@ def query_gradient(
     reach = plan.key_blocks(key_blocks)
 
     def of_rows(last: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, None, plan.rows, last), lambda b, h, g, i, s: (b, h, g, i, 0))
+        return _of_rows(plan, last, lambda b, h, g, i, s: (b, h, g, i))
 
     def of_keys(last: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, plan.keys, last), lambda b, h, g, i, s: (b, h, reach.at(i, s), 0))
+        return _of_keys(plan, last, lambda b, h, g, i, s: (b, h, reach.at(i, s)))
 
     row = pl.BlockSpec((None, None, None, 1, plan.rows), lambda b, h, g, i, s: (b, h, g, 0, i))
     ids_specs = [
@@ -357,12 +390,10 @@ def key_value_gradients(
     reach = plan.row_blocks(row_blocks)
 
     def of_rows(last: int) -> pl.BlockSpec:
-        return pl.BlockSpec(
-            (None, None, None, plan.rows, last), lambda b, h, j, g, s: (b, h, g, reach.at(j, s), 0)
-        )
+        return _of_rows(plan, last, lambda b, h, j, g, s: (b, h, g, reach.at(j, s)))
 
     def of_keys(last: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, plan.keys, last), lambda b, h, j, g, s: (b, h, j, 0))
+        return _of_keys(plan, last, lambda b, h, j, g, s: (b, h, j))
 
     row = pl.BlockSpec((None, None, None, 1, plan.rows), lambda b, h, j, g, s: (b, h, g, 0, reach.at(j, s)))
     ids_specs = [

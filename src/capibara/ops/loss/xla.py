@@ -9,7 +9,8 @@ arXiv:2410.10989).
 
 Within a chunk the vocabulary is taken in blocks, first for the logits and the sum of their exponentials, and then for
 the gradients. On a CPU blocks stay in its caches; and the gradient of the head, which is a sum over chunks, is added in
-place block by block instead of being computed as a whole beside the sum.
+place block by block instead of being computed as a whole beside the sum. A TPU adds to that sum within the product, and
+takes the whole vocabulary at once; there chunks of few logits are twice as long, since each reads and writes the sum.
 
 XLA could split a loop over sharded tokens only by communicating in each of its steps. A program for several devices
 whose arrays XLA splits therefore has the whole logits, each device its part of them; inside ``shard_map`` each device
@@ -38,6 +39,10 @@ __all__ = ["chunks", "forward", "vocab_block"]
 # each chunk adds to the whole gradient of the head: where 256 tokens have at most 32 MiB of logits, they are worth it.
 _PARTS = 32
 _LARGEST = 1 << 27
+# On TPUs a 16th of many tokens, with at most 128 MiB of logits.
+_PARTS_TPU = 16
+_LARGEST_TPU = 1 << 25
+_MANY_TPU = 1 << 13
 _FEWEST = 128
 _FEWEST_LOGITS = 1 << 23
 # Elements of a block: 2 MiB as float32, unless it had fewer entries of the vocabulary than are worth a product.
@@ -47,19 +52,23 @@ _NARROWEST = 2048
 _Step = tuple[Any, ...]
 
 
-def chunks(problem: LossProblem) -> tuple[int, int]:
+def chunks(problem: LossProblem, *, tpu: bool = False) -> tuple[int, int]:
     """How many chunks, and the tokens of each; the last may be filled up."""
     tokens = max(problem.tokens, 1)
     size = problem.chunk_size
     if size is None:
         fewest = 2 * _FEWEST if 2 * _FEWEST * problem.vocab <= _FEWEST_LOGITS else _FEWEST
         size = max(min(-(-tokens // _PARTS), _LARGEST // problem.vocab), fewest)
+        if tpu and tokens >= _MANY_TPU:
+            size = max(size, min(-(-tokens // _PARTS_TPU), _LARGEST_TPU // problem.vocab))
     count = -(-tokens // size)
     return count, -(-tokens // count)
 
 
-def vocab_block(problem: LossProblem, rows: int) -> int:
+def vocab_block(problem: LossProblem, rows: int, *, tpu: bool = False) -> int:
     """Entries of the vocabulary that are computed at a time, for a chunk of ``rows`` tokens."""
+    if tpu:
+        return problem.vocab
     block = max(_BLOCK // max(rows, 1) // 128 * 128, _NARROWEST)
     return problem.vocab if problem.vocab < 2 * block else block
 
@@ -209,21 +218,23 @@ def _whole_losses(problem: LossProblem, hidden: Any, head: Any, labels: Any) -> 
     return _loss_step(problem, problem.vocab, hidden, head, labels)
 
 
-def _chunked_losses(problem: LossProblem, hidden: Any, head: Any, labels: Any) -> jax.Array:
-    count, size = chunks(problem)
+def _chunked_losses(
+    problem: LossProblem, hidden: Any, head: Any, labels: Any, *, tpu: bool = False
+) -> jax.Array:
+    count, size = chunks(problem, tpu=tpu)
+    block = vocab_block(problem, size, tpu=tpu)
     if count == 1:
         return _joined(
             problem,
             _loss_step(
                 problem,
-                vocab_block(problem, size),
+                block,
                 hidden.reshape(size, -1),
                 head,
                 labels.reshape(size),
             )[None],
         )
     given = _cut(problem, count, size, hidden, 0), _cut(problem, count, size, labels, problem.ignore_index)
-    block = vocab_block(problem, size)
     return _joined(problem, lax.map(lambda x: _loss_step(problem, block, x[0], head, x[1]), given))
 
 
@@ -236,11 +247,13 @@ def _whole_graded(problem: LossProblem, hidden: Any, head: Any, labels: Any, wei
     return _graded_step(problem, problem.vocab, hidden, head, labels, weights, sums)
 
 
-def _chunked_graded(problem: LossProblem, hidden: Any, head: Any, labels: Any, weights: Any) -> _Step:
-    count, size = chunks(problem)
+def _chunked_graded(
+    problem: LossProblem, hidden: Any, head: Any, labels: Any, weights: Any, *, tpu: bool = False
+) -> _Step:
+    count, size = chunks(problem, tpu=tpu)
     fills = ((hidden, 0), (labels, problem.ignore_index), (weights, 0))
     given = [_cut(problem, count, size, x, fill) for x, fill in fills]
-    block = vocab_block(problem, size)
+    block = vocab_block(problem, size, tpu=tpu)
 
     def step(sums: Any, x: Any) -> Any:
         loss, by_hidden, sums = _graded_step(problem, block, x[0], head, x[1], x[2], sums)
@@ -255,19 +268,30 @@ def _chunked_graded(problem: LossProblem, hidden: Any, head: Any, labels: Any, w
     return *(_joined(problem, x) for x in found), sums
 
 
+def _by_platform(problem: LossProblem, form: Callable[..., Any]) -> Callable[..., Any]:
+    """A form in chunks, on TPUs in theirs."""
+    ways = [
+        (chunks(problem, tpu=tpu), vocab_block(problem, chunks(problem)[1], tpu=tpu)) for tpu in (False, True)
+    ]
+    if ways[0] == ways[1]:
+        return partial(form, problem)
+    forms: dict[str, Any] = {"tpu": partial(form, problem, tpu=True), "default": partial(form, problem)}
+    return lambda *arrays: lax.platform_dependent(*arrays, **forms)
+
+
 def _no_tangent(labels: Any) -> Any:
     return np.zeros(labels.shape, jax.dtypes.float0)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _losses_of(problem: LossProblem, hidden: Any, head: Any, labels: Any) -> jax.Array:
-    one, several = (partial(form, problem) for form in (_chunked_losses, _whole_losses))
+    one, several = _by_platform(problem, _chunked_losses), partial(_whole_losses, problem)
     return on_one_device(one, several, hidden, head, labels)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _graded(problem: LossProblem, hidden: Any, head: Any, labels: Any, weights: Any) -> Any:
-    one, several = (partial(form, problem) for form in (_chunked_graded, _whole_graded))
+    one, several = _by_platform(problem, _chunked_graded), partial(_whole_graded, problem)
     return on_one_device(one, several, hidden, head, labels, weights)
 
 

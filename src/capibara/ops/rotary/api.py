@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from capibara.ops.explicit import Dims, over_explicit_axes
 from capibara.ops.one_device import alike
 from capibara.ops.registry import Implementation, Op, public
-from capibara.ops.rotary import reference, xla
+from capibara.ops.rotary import pallas_tpu, reference, xla
 from capibara.ops.rotary.problem import prepare
 from capibara.ops.rotary.table import rotary_table
 
@@ -23,6 +23,7 @@ OP = Op(
     "rotary",
     prepare,
     [
+        Implementation("pallas_tpu", {"forward": pallas_tpu.forward}, ("tpu",), pallas_tpu.check),
         Implementation("xla", {"forward": xla.forward}),
         Implementation("reference", {"forward": reference.forward}),
     ],
@@ -72,7 +73,8 @@ def rotary(
       factor: on cosines and sines made from positions, as YaRN has it.
       layout: ``"halves"``: pair ``i`` is features ``i`` and ``i + dim / 2`` (Llama); ``"pairs"``: ``2 i`` and
         ``2 i + 1`` (GPT-J, DeepSeek).
-      implementation: ``"auto"``, ``"xla"`` (elementwise) or ``"reference"`` (a matrix for each position).
+      implementation: ``"auto"``, ``"pallas_tpu"`` (one pass over whole heads; interpreted, slowly, on other platforms),
+        ``"xla"`` (elementwise) or ``"reference"`` (a matrix for each position).
 
     Returns:
       The query turned, or (query, key), with their shapes and dtypes.

@@ -174,13 +174,23 @@ def rotary_table(
     return table(positions, dim, theta, accumulate, frequencies, factor)
 
 
-def rotate(x: Array, cos: Array, sin: Array, interleaved: bool = False, last: bool = False) -> Array:
+def rotate(
+    x: Array,
+    cos: Array,
+    sin: Array,
+    interleaved: bool = False,
+    last: bool = False,
+    *,
+    implementation: str = "xla",
+) -> Array:
+    # "auto" would only add a choice of platforms to programs for others than TPUs (jax_tpu has it).
     from capibara.ops.rotary import rotary
 
     layout = "pairs" if interleaved else "halves"
     start = x.shape[-1] - 2 * cos.shape[-1] if last else 0
     # cos and sin stay in the accumulation dtype: positions past 256 are not exact in bfloat16.
-    turned = rotary(x[..., start:] if start else x, cos=cos, sin=sin, layout=layout)
+    part = x[..., start:] if start else x
+    turned = rotary(part, cos=cos, sin=sin, layout=layout, implementation=implementation)
     return jnp.concatenate([x[..., :start], turned], axis=-1) if start else turned
 
 

@@ -1,0 +1,89 @@
+"""Operations that TPUs do better in another form than CPUs.
+
+Products of activations with a weight keep the activations' axes. On a CPU two axes are faster
+(:mod:`~capibara.compose.backends.jax_ops.language`); XLA's TPU compiler sees through such reshapes only in part, and
+does not fuse elementwise operations into a product across one: an activation function between two products then is a
+pass over memory of its own.
+
+Norms read arrays whose features are innermost. For the sum over them XLA would choose the positions instead, keep the
+residual stream in that order, and copy it back for the backward pass.
+
+Few positions, as in decoding, are computed in the form for CPUs: each would be a tile of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial, wraps
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
+
+from capibara.compose.backends import jax_ops
+
+__all__ = ["on_tpu"]
+
+Array = jax.Array
+
+# Positions of a sequence, for which the forms here are the better ones.
+_FEWEST = 128
+
+
+def _few(positions: Any) -> bool:
+    return not isinstance(positions, int) or positions < _FEWEST  # a symbol, of a program that is exported
+
+
+def _dense(x: Array, weight: Array, accumulate: str) -> Array:
+    if x.ndim < 3 or _few(x.shape[-2]):
+        return jax_ops.dense(x, weight, accumulate)
+    contracted = (((x.ndim - 1,), (0,)), ((), ()))
+    out = lax.dot_general(x, weight, contracted, preferred_element_type=jnp.dtype(accumulate))
+    return out.astype(jnp.result_type(x, weight))
+
+
+def _project(x: Array, weight: Array, accumulate: str) -> Array:
+    flat = weight.reshape(weight.shape[0], math.prod(weight.shape[1:]))
+    return _dense(x, flat, accumulate).reshape(*x.shape[:-1], *weight.shape[1:])
+
+
+def _merge(x: Array, weight: Array, accumulate: str) -> Array:
+    joined = math.prod(weight.shape[:2])
+    flat = x.reshape(*x.shape[:-2], joined)
+    return _dense(flat, weight.reshape(joined, *weight.shape[2:]), accumulate)
+
+
+def _features_innermost(op: Callable[..., Any]) -> Callable[..., Any]:
+    """A norm of arrays in the order of their axes, where they are those of a sequence."""
+
+    @wraps(op)
+    def run(x: Any, *arrays: Any, **options: Any) -> Any:
+        if isinstance(x, Tracer) and x.ndim == 3 and not _few(x.shape[1]):
+            from jax.experimental.layout import Layout, with_layout_constraint
+
+            x = with_layout_constraint(x, Layout(major_to_minor=(0, 1, 2)))
+        return op(x, *arrays, **options)
+
+    return run
+
+
+def on_tpu(ops: Any) -> Any:
+    """The operations of a module (its ``__all__``), some of them in the form for TPUs.
+
+    Args:
+        ops: :mod:`capibara.compose.backends.jax_ops`.
+    """
+    own = {
+        "dense": _dense,
+        "project": _project,
+        "merge": _merge,
+        "rotate": partial(ops.rotate, implementation="auto"),
+        "rms_norm": _features_innermost(ops.rms_norm),
+        "layer_norm": _features_innermost(ops.layer_norm),
+    }
+    same = {name: getattr(ops, name) for name in ops.__all__}
+    return SimpleNamespace(**{**same, **own}, __all__=list(ops.__all__))
