@@ -29,11 +29,11 @@ The TPU compiler (libtpu) compiles the most promising ones on this machine, with
 figure, time is predicted from the compiled program. For instance:
 capibara plan --config production/tpu_v4 --topology v4:2x2x4"""
 
-# Changes that --explain compiles.
-_TRIED = 5
+# Changes that --explain compiles, and that --improve names.
+_TRIED, _IMPROVEMENTS = 5, 3
 
 # What only the compiler can say or write.
-_COMPILED = ("lock", "explain", "least_memory", "where")
+_COMPILED = ("lock", "explain", "least_memory", "where", "improve")
 
 # What --check reads from the lockfile, or has no use for.
 _LOCKED = (
@@ -49,6 +49,7 @@ _LOCKED = (
         "explain",
         "least_memory",
         "where",
+        "improve",
         "no_compile",
     ),
     *("region", "term", "prices", "workers", "report", "lock"),
@@ -91,6 +92,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="list where the time and memory of the best layout go: parts of the model, source lines",
     )
     parser.add_argument(
+        "--improve",
+        action="store_true",
+        help="also compile changes of settings that a plan may not choose (dtypes, sizes, the batch), and name three",
+    )
+    parser.add_argument(
         "--explain",
         action="store_true",
         help="if nothing fits: list the largest buffers, and compile remedies",
@@ -130,7 +136,9 @@ def run(args: argparse.Namespace) -> int:
         _refuse(args, ("config",), "cannot be combined with --model")
     if args.serve:
         _refuse(
-            args, ("explain", "least_memory", "where", "tolerance", "top"), "cannot be combined with --serve"
+            args,
+            ("explain", "least_memory", "where", "improve", "tolerance", "top"),
+            "cannot be combined with --serve",
         )
         return run_serving(args)
     if args.check is not None:
@@ -164,6 +172,7 @@ def run(args: argparse.Namespace) -> int:
                 top=args.top,
                 keep=given.kept,
                 least_memory=args.least_memory,
+                improve=_IMPROVEMENTS if args.improve else 0,
                 region=args.region,
                 term=args.term,
                 prices=args.prices,

@@ -17,6 +17,7 @@ from capibara.plan.candidate import Candidate
 from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_program, find_compiler
 from capibara.plan.errors import CompilerMissingError, DoesNotFitError, PlanError
 from capibara.plan.grids import MOST_CHIPS, at_least
+from capibara.plan.improvements import Improvement, find_improvements
 from capibara.plan.memory.least import LeastMemory, find_least_memory
 from capibara.plan.narrowed import Kept, Narrowed
 from capibara.plan.planned import train_command
@@ -46,6 +47,7 @@ class Plan:
       notes: caveats, such as that nothing was compiled or that no price is known.
       least_memory: the least memory that the compiler fits the best candidate into, if that was asked for and is less
         than what it takes otherwise.
+      improvements: changes of settings that give more tokens per second, if they were asked for, the best first.
       config: the configuration that was planned; None for a step function.
       config_name: the file or packaged name that it comes from, if that is known; with ``base`` a model's folder.
       base: the settings with which that model is trained if nothing else is said.
@@ -64,6 +66,7 @@ class Plan:
     config_name: str | None = None
     base: ModularModelConfig | None = field(default=None, repr=False)
     least_memory: LeastMemory | None = None
+    improvements: tuple[Improvement, ...] = ()
 
     @property
     def best(self) -> Candidate:
@@ -136,6 +139,7 @@ class Plan:
             "candidates": [candidate.to_json() for candidate in self.candidates],
             "where": None if self.where is None else self.where.to_json(),
             "least_memory": None if self.least_memory is None else self.least_memory.to_json(),
+            "improvements": [each.to_json() for each in self.improvements],
             "refused": [{"layout": layout.to_json(), "message": message} for layout, message in self.refused],
         }
 
@@ -179,6 +183,7 @@ def plan(
     top: int = 5,
     keep: Iterable[str] = (),
     least_memory: bool = False,
+    improve: int = 0,
     region: str | None = None,
     term: str = "on-demand",
     prices: str | os.PathLike[str] | None = None,
@@ -205,6 +210,8 @@ def plan(
         :data:`capibara.plan.narrowed.LAYOUT_SETTINGS`, such as ``"model.remat"``.
       least_memory: also find the least memory that the compiler fits the best layout into, and its step time; a few
         further compilations.
+      improve: of changes of settings that a plan may not choose (dtypes, sizes, the batch), so many that give most
+        tokens per second; some further compilations.
       region, term, prices: which price, and a file of your own (see :func:`capibara.hardware.get_price`).
       cache: the folder of compiled results, instead of the user's.
       workers: parallel compilations.
@@ -220,6 +227,8 @@ def plan(
     target = parse_slice(topology, view)
     task = _work(work)
     limit = limit_of(target, memory_limit_gb)
+    if isinstance(improve, bool) or not isinstance(improve, int) or improve < 0:
+        raise PlanError(f"improve={improve!r} must be an integer from 0")
     check_counts(max_compiles=max_compiles, top=top, **({} if workers is None else {"workers": workers}))
     notes: list[str] = []
     narrowed = Narrowed(task, limit, _kept(task, keep, notes))
@@ -230,6 +239,7 @@ def plan(
     elif not compile:
         notes.append(f"nothing was compiled: memory and time are estimates ({COMPILE_REMEDY})")
     least = None
+    improvements: tuple[Improvement, ...] = ()
     if compile:
         notes += find_compiler().notes()
         store = ProgramCache(cache)
@@ -266,7 +276,23 @@ def plan(
             )
             if least is None:
                 notes.append("the compiler cannot fit the best layout into less memory than it takes")
+        if improve:
+            improvements = _improvements(
+                task,
+                candidates[0],
+                limit_bytes=limit,
+                most=improve,
+                cache=store,
+                workers=workers,
+                progress=progress,
+            )
+            if not improvements:
+                notes.append("no change of settings that was compiled gives more tokens per second")
     else:
+        if improve:
+            raise PlanError(
+                "improve: what a change saves is known to the compiler, and nothing is compiled here"
+            )
         if least_memory:
             raise PlanError("least_memory: only the compiler knows it, and nothing is compiled here")
         if not isinstance(task, TrainWork):
@@ -289,7 +315,14 @@ def plan(
         config=task.config if isinstance(task, TrainWork) else None,
         config_name=os.fspath(work) if isinstance(work, str | os.PathLike) else None,
         least_memory=least,
+        improvements=improvements,
     )
+
+
+def _improvements(task: Work, best: Candidate, **how: Any) -> tuple[Improvement, ...]:
+    if not isinstance(task, TrainWork):
+        raise PlanError("improve: a step function has no settings to change. Leave it out")
+    return find_improvements(task.config, best, **how)
 
 
 def _kept(task: Work, keep: Iterable[str], notes: list[str]) -> tuple[Kept, int] | None:

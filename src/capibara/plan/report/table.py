@@ -13,6 +13,7 @@ from capibara.plan.sizes import limit_text, size_text, unit_of
 
 if TYPE_CHECKING:
     from capibara.plan.candidate import Candidate
+    from capibara.plan.improvements import Improvement
     from capibara.plan.memory.least import LeastMemory
     from capibara.plan.planning import Plan
 
@@ -73,6 +74,7 @@ def print_plan(plan: Plan, console: Any, *, where: bool = False) -> None:
             *where_line(plan.where),
             *_least_lines(plan.least_memory),
             *_run_lines(plan),
+            *_improvement_lines(plan.improvements),
         ]:
             # Settings and flags are there to be copied: no line is broken in two.
             console.print(Text(line), soft_wrap=True)
@@ -126,6 +128,19 @@ def _least_lines(least: LeastMemory | None) -> list[str]:
     return [
         f"       least   {size_text(least.hbm_bytes)} with {flag}: {least.seconds:.3g} s a step [the TPU compiler]"
     ]
+
+
+def _improvement_lines(improvements: Sequence[Improvement]) -> list[str]:
+    """Changes of settings that were compiled, and what they give."""
+    lines = []
+    for one in improvements:
+        settings = shlex.join(one.settings)
+        microbatches = f", {one.layout.microbatches} microbatches" if "train.batch_size" in settings else ""
+        lines.append(
+            f"{'' if lines else 'change':>13}  {settings}{microbatches}: {one.speed - 1:.1%} more tokens per second "
+            f"({one.seconds:.3g} s a step, {size_text(one.hbm_bytes)}) [the TPU compiler]"
+        )
+    return lines
 
 
 def _run_lines(plan: Plan) -> list[str]:

@@ -1,0 +1,174 @@
+"""Settings of a configuration that a plan may not choose, and what they would save: compiled, not guessed.
+
+A plan chooses the layout. What is left are settings that change the model or its training a little: their authors have
+to choose them. Each is compiled in the planned layout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from capibara.config import ModularModelConfig
+from capibara.config.overrides import setting_text
+from capibara.errors import CapibaraError
+from capibara.plan.candidate import Candidate
+from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_programs
+from capibara.plan.program import read_program
+from capibara.plan.time import predict_step
+from capibara.plan.work import TrainWork
+from capibara.sharding import Layout
+
+__all__ = ["Improvement", "find_improvements"]
+
+# Elements of a row of a TPU's registers and matrix unit.
+_LANES = 128
+# Compiling each block takes its time: of more blocks minutes.
+_MOST_UNROLLED = 16
+# Of the rate, what is at least worth a change.
+_WORTH = 1.005
+
+Progress = Callable[[str, Layout, CompiledProgram | None], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Improvement:
+    """A change of settings that was compiled.
+
+    Attributes:
+      words: why it may help.
+      settings: ``key=value``, each an argument of ``capibara plan`` and ``capibara train``.
+      layout: in which it was compiled.
+      hbm_bytes: of one device. seconds: predicted for one step, of so many ``tokens``.
+      speed: tokens per second beside those of the plan: 1.1 is ten percent more.
+    """
+
+    words: str
+    settings: tuple[str, ...]
+    layout: Layout
+    hbm_bytes: int
+    seconds: float
+    tokens: int
+    speed: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "change": self.words,
+            "settings": list(self.settings),
+            "layout": self.layout.to_json(),
+            "hbm_bytes": self.hbm_bytes,
+            "step_seconds": self.seconds,
+            "tokens_per_step": self.tokens,
+            "speed": self.speed,
+        }
+
+
+def find_improvements(
+    config: ModularModelConfig,
+    best: Candidate,
+    *,
+    limit_bytes: int,
+    most: int = 3,
+    cache: ProgramCache | None = None,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> tuple[Improvement, ...]:
+    """The changes of settings that give most tokens per second in a plan's layout, the best first.
+
+    Args:
+      config: what was planned. best: its compiled candidate.
+      limit_bytes: that a device may use.
+      most: how many are named, of all that help; all proposals are compiled.
+      cache: of compiled results. workers: parallel compilations.
+      progress: called with ``"start"`` or ``"done"``, a layout, and the compiled program.
+
+    Raises:
+      CompilerMissingError, CompilationError: as :func:`capibara.plan.compiler.compile_programs`.
+    """
+    asked = list(_proposals(config, best.layout))
+    target = best.target
+    found: list[Improvement] = []
+    works = [TrainWork(each.config) for each in asked]
+
+    def started(number: int) -> None:
+        if progress is not None:
+            progress("start", asked[number].layout, None)
+
+    jobs = [work.job(each.layout, target) for work, each in zip(works, asked, strict=True)]
+    rate = _rate(best.tokens, best.step_seconds)
+    with contextlib.closing(compile_programs(jobs, cache=cache, workers=workers, started=started)) as results:
+        for number, program in results:
+            each, tokens = asked[number], works[number].tokens
+            if progress is not None:
+                progress("done", each.layout, program)
+            if program.memory is None or program.memory.total > limit_bytes:
+                continue
+            time = predict_step(
+                read_program(program.text), target, each.layout.mesh, places=program.coordinates
+            )
+            found.append(
+                Improvement(
+                    words=each.words,
+                    settings=each.settings,
+                    layout=each.layout,
+                    hbm_bytes=program.memory.total,
+                    seconds=time.seconds,
+                    tokens=tokens,
+                    speed=_rate(tokens, time.seconds) / rate,
+                )
+            )
+    better = sorted((one for one in found if one.speed >= _WORTH), key=lambda one: -one.speed)
+    return tuple(better[:most])
+
+
+def _rate(tokens: int | None, seconds: float) -> float:
+    """Tokens per second."""
+    return (tokens or 0) / seconds if seconds else 0.0
+
+
+@dataclass(frozen=True)
+class _Proposal:
+    words: str
+    settings: tuple[str, ...]
+    config: ModularModelConfig
+    layout: Layout
+
+
+def _proposals(config: ModularModelConfig, layout: Layout) -> Iterator[_Proposal]:
+    for words, changed, where in _settings(config, layout):
+        settings = tuple(f"{key}={setting_text(value)}" for key, value in changed.items())
+        # What does not go together, such as a dtype that a layer does not have, is no proposal.
+        with contextlib.suppress(CapibaraError):
+            yield _Proposal(words, settings, ModularModelConfig.from_dict(config.to_dict(), settings), where)
+
+
+def _settings(config: ModularModelConfig, layout: Layout) -> Iterator[tuple[str, dict[str, Any], Layout]]:
+    model, train = config.model, config.train
+    if config.precision.compute_dtype == "float32":
+        yield (
+            "products of bfloat16, sums of float32",
+            {"precision.compute_dtype": "bfloat16"},
+            layout,
+        )
+    if model.residual == "accumulate" and config.precision.compute_dtype != config.precision.accumulate_dtype:
+        yield "a residual stream of the dtype of products", {"model.residual": "compute"}, layout
+    tile = _LANES * layout.axis_sizes.get("model", 1)
+    for key, size in (("model.vocab_size", model.vocab_size), ("model.mlp_dim", model.mlp_dim)):
+        if size is not None and size % tile:
+            yield f"sizes that fill a TPU's tiles of {_LANES}", {key: -(-size // tile) * tile}, layout
+    if model.scan_layers != "unroll" and model.num_layers <= _MOST_UNROLLED:
+        yield (
+            "blocks that are compiled one by one: no stacks of what a loop keeps for its gradient",
+            {"model.scan_layers": "unroll"},
+            layout,
+        )
+    twice = {"train.batch_size": 2 * train.batch_size}
+    yield (
+        "twice the batch in twice the microbatches: gradients are exchanged half as often",
+        twice,
+        replace(layout, microbatches=2 * layout.microbatches),
+    )
+    yield "twice the batch in as many microbatches: larger products", twice, layout
