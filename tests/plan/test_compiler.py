@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 from tpu_compiler import needs_libtpu
 
+from capibara.config import ModularModelConfig
 from capibara.plan import CompilationError, CompilerMissingError, PlanError, parse_slice
 from capibara.plan.compiler import (
     CompiledProgram,
@@ -26,6 +27,8 @@ from capibara.plan.compiler import (
     compile_programs,
 )
 from capibara.plan.compiler.environment import Compiler, find_compiler
+from capibara.plan.work import TrainWork
+from capibara.sharding import Layout
 
 SUPPORT = Path(__file__).parents[1] / "support"
 MESH = (("data", 2), ("model", 2))
@@ -362,3 +365,15 @@ def test_keys_depend_on_everything(tmp_path):
         )
     }
     assert len(keys) == 10
+
+
+@needs_libtpu
+def test_generated_code_is_told_though_its_model_is_gone(tmp_path):
+    """The collector takes the model at some time after the program is lowered: here it did while buffers were read."""
+    config = ModularModelConfig.from_toml(
+        "demo", ["model.num_layers=4", "train.batch_size=4", "model.scan_layers=scan"]
+    )
+    layout = Layout(mesh=(("data", 4), ("model", 1)), remat="full")
+    job = TrainWork(config).job(layout, parse_slice("v5e:2x2"))
+    program = compile_program(job, cache=ProgramCache(tmp_path))
+    assert any("mlp_up_product = " in line for line in program.lines.values()), list(program.lines)[:20]

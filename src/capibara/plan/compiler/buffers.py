@@ -12,10 +12,11 @@ can be read too (:func:`buffers_of_message`).
 
 from __future__ import annotations
 
+import linecache
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,14 @@ _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _SHAPE = re.compile(r"([a-z]+\d*[a-z\d]*)\[([\d,]*)\]")
 
 
-def read_buffers(folder: Path) -> tuple[dict[str, Any], ...]:
+def read_buffers(
+    folder: Path, line_of: Callable[[str, int], str] = linecache.getline
+) -> tuple[dict[str, Any], ...]:
     """The largest buffers in a device's memory (HBM) at the memory peak of a step.
 
     Args:
       folder: that the compiler wrote to. If it contains several programs, the one with the largest buffer is used.
+      line_of: gives the text of a line of a file.
 
     Returns:
       ``{"bytes", "shape", "op_name", "kind", "padding", "place"}``, the largest first; empty if the compiler wrote no
@@ -64,7 +68,7 @@ def read_buffers(folder: Path) -> tuple[dict[str, Any], ...]:
     stem = reports[0].name.removesuffix("-buffer-assignment.txt")
     ranges = _ranges(reports[0].with_name(f"{stem}-live-range.txt"))
     arguments, outputs, values = _allocations(reports[0])
-    origins = _Origins(reports[0].with_name(f"{stem}.txt"))
+    origins = _Origins(reports[0].with_name(f"{stem}.txt"), line_of)
     found = [_buffer(size, shape, *origins.of_argument(number)) for number, size, shape in arguments]
     found += [_buffer(size, shape, "", "output", "") for size, shape in outputs]
     for name, size, shape in _fullest(values, ranges):
@@ -253,7 +257,8 @@ def _fullest(
 class _Origins:
     """Where the values of a program come from, by what its text says of each instruction."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, line_of: Callable[[str, int], str]) -> None:
+        self._line_of = line_of
         self._names: dict[str, tuple[str, str]] = {}
         self._arguments: dict[int, str] = {}
         head: list[str] = []
@@ -281,7 +286,8 @@ class _Origins:
         return name, "temporary", self._place(frame)
 
     def _place(self, frame: str) -> str:
-        return next(filter(None, map(generated_part, self._frames.stack(frame))), "")
+        parts = (generated_part(one, self._line_of) for one in self._frames.stack(frame))
+        return next(filter(None, parts), "")
 
 
 def _place_of_argument(op_name: str) -> str:

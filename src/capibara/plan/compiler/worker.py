@@ -62,6 +62,7 @@ def run(job: Job, folder: Path) -> CompiledProgram:
         workload = _builder(job.builder)(mesh, **job.params)
         lowered = workload.lowered
         text = lowered.as_text()
+        source = _Source()
         if _KERNEL in text:
             # Pallas kernels hold the places of their source, which must not count in the digest.
             with _without_places():
@@ -88,7 +89,7 @@ def run(job: Job, folder: Path) -> CompiledProgram:
             status="oom" if out_of_memory else "error",
             message=_words(error),
             needed_bytes=_needed(text) if out_of_memory else None,
-            buffers=read_buffers(dump) or buffers_of_message(text),
+            buffers=read_buffers(dump, source.line) or buffers_of_message(text),
             compile_seconds=time.perf_counter() - start,
             **known,
         )
@@ -106,7 +107,7 @@ def run(job: Job, folder: Path) -> CompiledProgram:
         host=host,
         kinds=workload.bytes_by_kind(),
     )
-    buffers = read_buffers(dump)
+    buffers = read_buffers(dump, source.line)
     text = compiled.as_text()
     if (reason := _write_text(folder, text)) is not None:
         return CompiledProgram(status="error", message=reason, compile_seconds=seconds, **known)
@@ -114,7 +115,7 @@ def run(job: Job, folder: Path) -> CompiledProgram:
         status="ok",
         memory=memory,
         buffers=buffers,
-        lines=_lines(text),
+        lines=source.lines(text),
         compile_seconds=seconds,
         **known,
     )
@@ -133,13 +134,31 @@ def _without_places() -> Iterator[None]:
         jax.config.update(name, before)
 
 
-def _lines(text: str) -> dict[str, str]:
-    """The texts of the source lines that a program comes from, also of the generated code of Capibara's models."""
-    found = {}
-    for frame in sorted(Frames.of(text).places())[:_MOST_LINES]:
-        if line := linecache.getline(frame.file, frame.line).strip():
-            found[f"{frame.file}:{frame.line}"] = "".join(c for c in line[:_LONGEST_LINE] if c.isprintable())
-    return found
+class _Source:
+    """The texts of source lines, also of the generated code of Capibara's models: Python forgets that with its model,
+    which may be at any time once the program is lowered."""
+
+    def __init__(self) -> None:
+        self._generated = {
+            name: linecache.getlines(name) for name in list(linecache.cache) if name.startswith("<")
+        }
+
+    def line(self, file: str, number: int) -> str:
+        """One line, or an empty string."""
+        lines = self._generated.get(file)
+        if lines is None:
+            return linecache.getline(file, number)
+        return lines[number - 1] if 0 < number <= len(lines) else ""
+
+    def lines(self, text: str) -> dict[str, str]:
+        """Those that a compiled program's text names, by place."""
+        found = {}
+        for frame in sorted(Frames.of(text).places())[:_MOST_LINES]:
+            if line := self.line(frame.file, frame.line).strip():
+                found[f"{frame.file}:{frame.line}"] = "".join(
+                    c for c in line[:_LONGEST_LINE] if c.isprintable()
+                )
+        return found
 
 
 def _write_text(folder: Path, text: str) -> str | None:
