@@ -316,6 +316,18 @@ def test_a_full_temporary_disk_is_one_line(tmp_path, monkeypatch):
     assert not list((tmp_path / "work").iterdir())
 
 
+def test_last_words_are_not_about_a_missing_tpu(tmp_path):
+    from capibara.plan.compiler.process import read_result
+
+    (tmp_path / "words").write_text(
+        "Failed to find host bounds for accelerator type: WARNING: could not determine TPU accelerator type\n"
+        "WARNING: Logging before InitGoogle() is written to STDERR\nlearning/tfrc/libtpu_init_utils.cc:327\n"
+        "a bus error\n"
+    )
+    with pytest.raises(CompilationError, match=r"exit code 7 and no result. Its last words:\na bus error$"):
+        read_result(job("product"), tmp_path, 7)
+
+
 def test_what_cannot_be_kept_is_said_before_compiling(tmp_path, monkeypatch):
     monkeypatch.setattr("capibara.plan.compiler.pool.find_compiler", lambda: Compiler("1.0", None))
     (tmp_path / "file").write_text("")

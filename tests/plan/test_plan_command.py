@@ -75,6 +75,11 @@ def test_an_empty_text_is_not_the_default(option, capsys):
     assert f"{option}: got '', expected a value" in said(capsys, option, "")
 
 
+@pytest.mark.parametrize("limit", ["0", "nan", "inf", "-1"])
+def test_a_limit_is_a_number_of_gib(limit, capsys):
+    assert f"--memory-limit: got {limit}, expected GiB above 0" in said(capsys, f"--memory-limit={limit}")
+
+
 @pytest.mark.parametrize(
     ("topology", "nearest"),
     [("v4-192", "v4:4x4x8 (128 chips, v4-256)"), ("v4:5x5x5", "v4:4x4x4"), ("v5e:4x6", "v5e:4x8")],

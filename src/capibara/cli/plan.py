@@ -248,6 +248,8 @@ def _check_given(args: argparse.Namespace) -> None:
     for name in ("config", "model", "topology", "region", "term", "prices", "cache", "check"):
         if getattr(args, name) == "":
             raise ConfigError(f"--{name}: got '', expected a value. Leave the option out for its default")
+    if args.memory_limit is not None and not 0 < args.memory_limit < float("inf"):
+        raise ConfigError(f"--memory-limit: got {args.memory_limit:g}, expected GiB above 0, such as 24")
 
 
 def _check_files(args: argparse.Namespace) -> None:

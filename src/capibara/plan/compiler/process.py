@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,10 @@ from capibara.plan.errors import CompilationError, PlanError
 __all__ = ["kill", "read_result", "worker"]
 
 _LAST_WORDS = 4000
+# What libtpu prints wherever there is no TPU.
+_NO_TPU = re.compile(
+    r"host bounds for accelerator|could not determine TPU|before InitGoogle|=== Source Location Trace|libtpu_init_utils"
+)
 
 
 @contextlib.contextmanager
@@ -60,7 +65,8 @@ def read_result(job: Job, folder: Path, code: int | None) -> CompiledProgram:
     try:
         return CompiledProgram.from_json(json.loads((folder / "result.json").read_bytes()))
     except (OSError, ValueError, PlanError):
-        last = (folder / "words").read_bytes()[-_LAST_WORDS:].decode(errors="replace")
+        words = (folder / "words").read_bytes()[-_LAST_WORDS:].decode(errors="replace")
+        last = "\n".join(line for line in words.splitlines() if not _NO_TPU.search(line))
         raise CompilationError(
             f"the process that compiled {job.builder} for {job.slice} ended with exit code {code} and no result. "
             f"Its last words:\n{last}"
