@@ -261,6 +261,9 @@ print(json.dumps(out))
 @pytest.mark.slow
 @needs_libtpu
 @pytest.mark.parametrize("kind", few_or_all("v5e"))
-def test_compiled_for_tpus_nothing_is_as_large_as_an_array(kind: str) -> None:
+def test_compiled_for_tpus_it_holds_little(kind: str) -> None:
+    array = 4 * 2048 * 8 * 128 * 2
     for name, memory in ask(SCRIPT, *kind.split()).items():
-        assert memory < 4 * 2048 * 8 * 128 * 2 / 2, name
+        # The kernel has the heads of a position side by side, as a projection writes them. As an argument of a program
+        # they are apart, and the array is copied once.
+        assert memory < (1.01 * array if "halves" in name else array / 2), name

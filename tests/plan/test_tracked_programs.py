@@ -45,7 +45,12 @@ def test_gathers_run_beside_products(programs, name) -> None:
     if (
         layout.parameters == "sharded"
     ):  # otherwise they are gathered after the update, with nothing left to compute
-        assert gathers.hidden > 0.6
+        assert gathers.hidden > 0.5
+        # Those beside other work than products are not waited for either.
+        facts = read_program(programs[name].text)
+        step = predict_step(facts, target, layout.mesh, places=programs[name].coordinates)
+        waits = sum(part.seconds for part in step.parts if part.label.startswith("all-gather"))
+        assert waits < 0.01 * step.seconds
 
 
 @needs_libtpu
