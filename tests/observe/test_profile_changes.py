@@ -116,6 +116,25 @@ def test_what_works_is_known_the_next_time(tmp_path: Path):
             jitted_functions([text])
 
 
+def test_what_is_fixed_for_one_version_is_fixed_for_all():
+    told = [
+        '{"line": 3, "how": {"line": 3, "static": [1], "names": []}}',
+        '{"line": 3, "how": {"line": 3, "static": [], "names": ["k"]}}',
+    ]
+    assert jitted_functions(told) == (Jitted(3, (1,), ("k",)),)
+    assert jitted_functions([*told, '{"line": 3, "how": null}']) == ()
+    assert jitted_functions(['{"line": 3, "how": null}', *told]) == ()
+
+
+def test_nothing_of_jax_is_asked_for_before_a_function_is_called(monkeypatch: pytest.MonkeyPatch):
+    """A script may set its variables between defining functions and importing JAX."""
+    decorate = wrap(lambda _: None, [Jitted(1)])["__capibara_jit__"](1)
+    monkeypatch.setattr(jax, "jit", None)
+    function = decorate(lambda x: x + 1)
+    monkeypatch.undo()
+    assert function(1) == 2
+
+
 def test_a_change_as_text():
     for change in (Change("jit", (3, 7)), Change("jit", (3,), (Jitted(3, (1,), ("n",)),))):
         assert Change.from_json(change.to_json()) == change

@@ -489,8 +489,10 @@ def test_a_line_that_moved_is_the_same_line():
     """Another number, since a comment was put above it, and another folder."""
     old = {"/one/m.py:4": "x = layer(x)", "/one/m.py:5": "x = layer(x)", "/one/m.py:9": "return x.sum()"}
     new = {"/two/m.py:5": "x = layer(x)", "/two/m.py:6": "x = layer(x)", "/two/m.py:10": "return x.mean()"}
-    before = profile_of(*(replace(ONE, source=source) for source in old), lines=old)
-    after = profile_of(*(replace(ONE, source=source, seconds=0.9) for source in new), lines=new)
+    before = profile_of(*(replace(ONE, source=source) for source in old), lines=old, platform="tpu")
+    after = profile_of(
+        *(replace(ONE, source=source, seconds=0.9) for source in new), lines=new, platform="tpu"
+    )
     found = {change.place: (change.before, change.after) for change in diff_profiles(before, after).changes}
     spent, later = ONE.seconds / 2, 0.45
     assert found == {f"/two/m.py:{number}": (spent, later) for number in (5, 6, 10)}
@@ -578,6 +580,49 @@ def timed(profile: Profile, seconds: float) -> Profile:
         profile,
         operations=tuple(replace(one, seconds=seconds if one.parts else 0.0) for one in profile.operations),
     )
+
+
+def test_a_profile_of_an_earlier_version_says_nothing_of_elements():
+    rates: dict[str, Any] = {"peak_flops": 100.0, "peak_bandwidth": 1000.0}
+    parts = (("a.py:3", 0.5), ("a.py:4", 0.5))
+    before = profile_of(replace(ONE, seconds=0.4), **rates)
+    after = profile_of(replace(ONE, seconds=0.8, elementwise=500_000, parts=parts), **rates)
+    assert ONE.elementwise is None
+    (change,) = diff_profiles(before, after).changes
+    assert (change.place, change.elementwise_before, change.elementwise_after) == ("a.py:3", None, 500_000)
+    assert change.cause == "same work, slower"
+    json.dumps(diff_profiles(before, after).to_dict(), allow_nan=False)
+
+
+def test_lines_with_absurd_numbers_and_texts_take_no_time():
+    text = "x" * 100_000
+    old = same_lines({"m.py:" + "9" * 5000: "a", "m.py:²": "b", "m.py:1": text + "1"})
+    new = same_lines({"m.py:1": text + "2"})
+    assert len(old) == 1
+    assert len(edited_lines(old, new)) == 1
+    many = [same_lines({f"m.py:{n}": f"{word} {n}" for n in range(1, 20_000)}) for word in ("one", "other")]
+    assert edited_lines(*many) == {}
+
+
+def test_emulated_devices_share_the_time():
+    """Eight devices one after the other: what one line has more is what the whole has more."""
+    spent = replace(ONE, seconds=0.032), replace(ONE, seconds=0.064)
+    before, after = (
+        replace(profile_of(one), devices=8, busy_seconds=one.seconds, wall_seconds=one.seconds + 1e-3)
+        for one in spent
+    )
+    (change,) = diff_profiles(before, after).changes
+    assert change.seconds == pytest.approx(0.032)
+    # Two at a time: their seconds pass twice as fast.
+    assert replace(before, busy_seconds=0.016).at_once == pytest.approx(2)
+    assert replace(before, platform="tpu").at_once == 8
+
+
+@pytest.mark.parametrize(
+    "parts", [[["a.py:1", 10**400]], [["a.py:1", 0.9], ["a.py:2", 0.9]], [["a.py:1", True]]]
+)
+def test_shares_with_nonsense_are_refused(parts: Any):
+    test_parts_with_nonsense_are_refused(parts)
 
 
 @pytest.mark.parametrize("parts", [[["a.py:1", 2.0]], [["a\x1b.py:1", 0.5]], [[1, 0.5]], [["a.py:1"]], 3])

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
 import pytest
 
+from capibara.errors import ConfigError
 from capibara.observe.bottlenecks.repeated_input import RepeatedInput
 
 LINE, ALL = "import sys; print(sys.stdin.readline().strip())", "import sys; print(len(sys.stdin.read()))"
@@ -22,17 +26,16 @@ def said(program: str, source: int | None) -> str:
     ).stdout.strip()
 
 
+def _write_all(writes: int, text: bytes) -> None:
+    while text:
+        text = text[os.write(writes, text) :]
+    os.close(writes)
+
+
 def test_what_a_pipe_had_is_there_again():
     reads, writes = os.pipe()
     text = b"first\n" + b"x" * 1_000_000
-
-    def write() -> None:
-        rest = text
-        while rest:
-            rest = rest[os.write(writes, rest) :]
-        os.close(writes)
-
-    writer = threading.Thread(target=write)
+    writer = threading.Thread(target=_write_all, args=(writes, text))
     writer.start()
     with RepeatedInput(reads) as again:
         assert [said(ALL, again.next()) for _ in range(3)] == [str(len(text))] * 3
@@ -68,3 +71,25 @@ def test_others_are_left_to_the_program(closed: bool):
         assert again.next() is None
     if not closed:
         os.close(device)
+
+
+def test_a_full_disk_is_said_and_the_first_run_reads_all(monkeypatch: pytest.MonkeyPatch):
+    class Full(io.BytesIO):
+        """Takes 100,000 bytes, the last block in part."""
+
+        def write(self, block, /) -> int:
+            room = 100_000 - self.tell()
+            if room <= 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(bytes(block[:room]))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: Full())
+    reads, writes = os.pipe()
+    writer = threading.Thread(target=_write_all, args=(writes, b"x" * 200_000))
+    writer.start()
+    with RepeatedInput(reads) as again:
+        assert said(ALL, again.next()) == "200000"
+        with pytest.raises(ConfigError, match=r"cannot be kept .*No space left.*TMPDIR"):
+            again.next()
+    writer.join()
+    os.close(reads)

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tpu_compiler import needs_libtpu
 
+from capibara.plan import attribution as module
 from capibara.plan import parse_slice, plan
 from capibara.plan.attribution import Attribution, attribute
-from capibara.plan.compiler import CompiledProgram
+from capibara.plan.compiler import CompiledProgram, Memory
 from capibara.plan.errors import PlanError
 from capibara.plan.program import Frame, Frames, read_places, read_program
 from capibara.plan.program.parts import generated_part, part_of, pass_of
@@ -24,6 +25,9 @@ from capibara.plan.time import predict_step, time_of_each
 
 ONE = parse_slice("v5e:1x1")
 MESH = (("data", 1), ("model", 1))
+
+
+BUFFER = {"bytes": 8, "padding": 0, "shape": "f32[2]", "op_name": "x", "kind": "temporary", "place": "blocks"}
 
 
 def program_of(text: str, folder: Path, **about) -> CompiledProgram:
@@ -90,6 +94,30 @@ def test_it_travels_and_prints(step_text: str, tmp_path: Path):
     assert f"{found.parts[0].seconds / found.seconds:.1%}" in tables
     assert where_line(None) == []
     assert where_line(Attribution(0.0, (), (), ())) == []
+
+
+def test_what_is_left_of_many_lines_is_one(step_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_MOST_LINES", 3)
+    found = attribute(program_of(step_text, tmp_path), ONE, MESH)
+    assert len(found.lines) == 4
+    assert found.lines[3].name.endswith("more lines)")
+    assert sum(one.seconds for one in found.lines) == pytest.approx(found.seconds)
+
+
+def test_a_step_that_takes_no_time_has_no_tables():
+    assert where_tables(Attribution(0.0, (), (), ())) == []
+
+
+@pytest.mark.parametrize(
+    "buffers", [[1], [{"bytes": 1}], [{**BUFFER, "place": ["a"]}], [{**BUFFER, "bytes": 1.5}]]
+)
+def test_damaged_buffers_of_a_cached_program(buffers):
+    data = CompiledProgram(
+        status="ok", memory=Memory(arguments=1, outputs=0, aliased=0, temporaries=0)
+    ).to_json()
+    assert CompiledProgram.from_json({**data, "buffers": [BUFFER]}).buffers == (BUFFER,)
+    with pytest.raises(PlanError, match="not a result of a compilation"):
+        CompiledProgram.from_json({**data, "buffers": buffers})
 
 
 def test_memory_by_part_and_kind(step_text: str, tmp_path: Path):
@@ -186,6 +214,10 @@ def test_any_tables_are_read(text: str):
     found = Frames.of(f"HloModule m\n\nStackFrames\n{text}")
     for number in range(12):
         assert len(list(found.stack(str(number)))) <= 200
+
+
+def test_numbers_that_are_not_numbers():
+    assert list(Frames.of("StackFrames\n² {file_location_id=1}\n").stack("²")) == []
 
 
 def test_frames_in_a_circle_end():

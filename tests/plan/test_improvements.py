@@ -8,7 +8,7 @@ import pytest
 from tpu_compiler import needs_libtpu
 
 from capibara.config import ModularModelConfig
-from capibara.plan import PlanError, parse_slice, plan, planning, step_work
+from capibara.plan import PlanError, parse_slice, plan, step_work
 from capibara.plan import improvements as module
 from capibara.plan.candidate import Candidate
 from capibara.plan.compiler import CompiledProgram, Memory
@@ -118,6 +118,21 @@ def test_nothing_that_is_so_already_is_proposed(compiler):
     assert sorted(each["layout"].microbatches for each in asked) == [2, 4]
 
 
+def test_sizes_of_published_weights_are_not_proposed(compiler):
+    asked, _ = compiler
+    told: list[str] = []
+    find_improvements(
+        config(),
+        best(),
+        limit_bytes=1 << 40,
+        fixed={"model.vocab_size", "model.mlp_dim"},
+        progress=lambda event, what, program: told.append(f"{event} {what}"),
+    )
+    assert {each["config"]["model"]["vocab_size"] for each in asked} == {500}
+    assert "start precision.compute_dtype=bfloat16, 2 microbatches" in told
+    assert len(set(told)) == len(told) == 2 * len(asked)
+
+
 @pytest.mark.parametrize("improve", [-1, True, 1.5])
 def test_bad_numbers(improve):
     with pytest.raises(PlanError, match="improve"):
@@ -131,7 +146,7 @@ def test_it_needs_the_compiler_and_settings():
         plan(config(), "v5e:2x2", compile=False, improve=1)
     work = step_work(lambda x: x, (jax.ShapeDtypeStruct((8, 8), "float32"),), batch_argnums=())
     with pytest.raises(PlanError, match="no settings to change"):
-        planning._improvements(work, best())
+        plan(work, "v5e:1x1", improve=1)
 
 
 @needs_libtpu

@@ -31,6 +31,10 @@ capibara plan --config production/tpu_v4 --topology v4:2x2x4"""
 
 # Changes that --explain compiles, and that --improve names.
 _TRIED, _IMPROVEMENTS = 5, 3
+# About so many that it compiles.
+_PROPOSED = 6
+# Settings that the weights of a published model decide.
+_OF_WEIGHTS = ("model.vocab_size", "model.mlp_dim")
 
 # What only the compiler can say or write.
 _COMPILED = ("lock", "explain", "least_memory", "where", "improve")
@@ -161,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
     if args.workers is not None and args.workers < 1:
         raise ConfigError(f"--workers must be at least 1, got {args.workers}")
     try:
-        with _progress(args.max_compiles, quiet=args.json) as progress:
+        with _progress(args.max_compiles + (_PROPOSED if args.improve else 0), quiet=args.json) as progress:
             found = plan(
                 config,
                 _topology(args),
@@ -173,6 +177,7 @@ def run(args: argparse.Namespace) -> int:
                 keep=given.kept,
                 least_memory=args.least_memory,
                 improve=_IMPROVEMENTS if args.improve else 0,
+                fixed=() if base is None else _OF_WEIGHTS,
                 region=args.region,
                 term=args.term,
                 prices=args.prices,
@@ -330,7 +335,7 @@ def _progress(most: int, *, quiet: bool) -> Iterator[Callable[[str, Layout, Any]
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("ordering layouts", total=most)
 
-        def step(event: str, layout: Layout, program: Any) -> None:
+        def step(event: str, layout: Any, program: Any) -> None:
             if event == "start":
                 started[layout] = time.perf_counter()
                 bar.update(task, description=f"compiling {layout}")

@@ -134,10 +134,24 @@ def attribute(program: CompiledProgram, target: Slice, mesh: tuple[tuple[str, in
     return Attribution(
         seconds=sum(each.values()),
         parts=parts.spent(),
-        lines=lines.spent(lambda source: texts.get(source, ""))[:_MOST_LINES],
+        lines=_shortened(lines.spent(lambda source: texts.get(source, ""))),
         passes=tuple(by_pass[name] for name in PASSES if name in by_pass),
         memory=_memory(program.buffers),
     )
+
+
+def _shortened(lines: tuple[Spent, ...]) -> tuple[Spent, ...]:
+    """The first of them, and the others as one."""
+    left = lines[_MOST_LINES:]
+    if not left:
+        return lines
+    rest = Spent(
+        f"({len(left)} more lines)",
+        compute=sum(one.compute for one in left),
+        other=sum(one.other for one in left),
+        communication=sum(one.communication for one in left),
+    )
+    return (*lines[:_MOST_LINES], rest)
 
 
 def _what(facts: ProgramFacts, kind: str, index: int) -> tuple[str, str, str]:

@@ -7,7 +7,7 @@ to choose them. Each is compiled in the planned layout.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +30,8 @@ _MOST_UNROLLED = 16
 # Of the rate, what is at least worth a change.
 _WORTH = 1.005
 
-Progress = Callable[[str, Layout, CompiledProgram | None], None]
+# What is told of is the proposal, whose text are its settings.
+Progress = Callable[[str, Any, CompiledProgram | None], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,7 @@ def find_improvements(
     *,
     limit_bytes: int,
     most: int = 3,
+    fixed: Collection[str] = (),
     cache: ProgramCache | None = None,
     workers: int | None = None,
     progress: Progress | None = None,
@@ -82,20 +84,21 @@ def find_improvements(
       config: what was planned. best: its compiled candidate.
       limit_bytes: that a device may use.
       most: how many are named, of all that help; all proposals are compiled.
+      fixed: settings that must not change, such as sizes of a published model.
       cache: of compiled results. workers: parallel compilations.
-      progress: called with ``"start"`` or ``"done"``, a layout, and the compiled program.
+      progress: called with ``"start"`` or ``"done"``, a proposal (its text are its settings), and the compiled program.
 
     Raises:
       CompilerMissingError, CompilationError: as :func:`capibara.plan.compiler.compile_programs`.
     """
-    asked = list(_proposals(config, best.layout))
+    asked = [each for each in _proposals(config, best.layout) if not each.keys & set(fixed)]
     target = best.target
     found: list[Improvement] = []
     works = [TrainWork(each.config) for each in asked]
 
     def started(number: int) -> None:
         if progress is not None:
-            progress("start", asked[number].layout, None)
+            progress("start", asked[number], None)
 
     jobs = [work.job(each.layout, target) for work, each in zip(works, asked, strict=True)]
     rate = _rate(best.tokens, best.step_seconds)
@@ -103,7 +106,7 @@ def find_improvements(
         for number, program in results:
             each, tokens = asked[number], works[number].tokens
             if progress is not None:
-                progress("done", each.layout, program)
+                progress("done", each, program)
             if program.memory is None or program.memory.total > limit_bytes:
                 continue
             time = predict_step(
@@ -135,6 +138,13 @@ class _Proposal:
     settings: tuple[str, ...]
     config: ModularModelConfig
     layout: Layout
+
+    @property
+    def keys(self) -> set[str]:
+        return {setting.partition("=")[0] for setting in self.settings}
+
+    def __str__(self) -> str:
+        return f"{' '.join(self.settings)}, {self.layout.microbatches} microbatches"
 
 
 def _proposals(config: ModularModelConfig, layout: Layout) -> Iterator[_Proposal]:

@@ -184,6 +184,7 @@ def plan(
     keep: Iterable[str] = (),
     least_memory: bool = False,
     improve: int = 0,
+    fixed: Iterable[str] = (),
     region: str | None = None,
     term: str = "on-demand",
     prices: str | os.PathLike[str] | None = None,
@@ -211,7 +212,7 @@ def plan(
       least_memory: also find the least memory that the compiler fits the best layout into, and its step time; a few
         further compilations.
       improve: of changes of settings that a plan may not choose (dtypes, sizes, the batch), so many that give most
-        tokens per second; some further compilations.
+        tokens per second; some further compilations. fixed: settings that none of these may change.
       region, term, prices: which price, and a file of your own (see :func:`capibara.hardware.get_price`).
       cache: the folder of compiled results, instead of the user's.
       workers: parallel compilations.
@@ -229,6 +230,8 @@ def plan(
     limit = limit_of(target, memory_limit_gb)
     if isinstance(improve, bool) or not isinstance(improve, int) or improve < 0:
         raise PlanError(f"improve={improve!r} must be an integer from 0")
+    if improve and not isinstance(task, TrainWork):
+        raise PlanError("improve: a step function has no settings to change. Leave it out")
     check_counts(max_compiles=max_compiles, top=top, **({} if workers is None else {"workers": workers}))
     notes: list[str] = []
     narrowed = Narrowed(task, limit, _kept(task, keep, notes))
@@ -276,12 +279,13 @@ def plan(
             )
             if least is None:
                 notes.append("the compiler cannot fit the best layout into less memory than it takes")
-        if improve:
-            improvements = _improvements(
-                task,
+        if improve and isinstance(task, TrainWork):
+            improvements = find_improvements(
+                task.config,
                 candidates[0],
                 limit_bytes=limit,
                 most=improve,
+                fixed=set(fixed),
                 cache=store,
                 workers=workers,
                 progress=progress,
@@ -294,7 +298,9 @@ def plan(
                 "improve: what a change saves is known to the compiler, and nothing is compiled here"
             )
         if least_memory:
-            raise PlanError("least_memory: only the compiler knows it, and nothing is compiled here")
+            raise PlanError(
+                f"least_memory: only the compiler knows it, and nothing is compiled here ({COMPILE_REMEDY})"
+            )
         if not isinstance(task, TrainWork):
             notes.append(
                 "the memory is that of the step's arguments: outputs that take no argument's place and temporaries are "
@@ -317,12 +323,6 @@ def plan(
         least_memory=least,
         improvements=improvements,
     )
-
-
-def _improvements(task: Work, best: Candidate, **how: Any) -> tuple[Improvement, ...]:
-    if not isinstance(task, TrainWork):
-        raise PlanError("improve: a step function has no settings to change. Leave it out")
-    return find_improvements(task.config, best, **how)
 
 
 def _kept(task: Work, keep: Iterable[str], notes: list[str]) -> tuple[Kept, int] | None:

@@ -9,6 +9,8 @@ import threading
 from types import TracebackType
 from typing import IO, Self
 
+from capibara.errors import ConfigError
+
 __all__ = ["RepeatedInput"]
 
 _BLOCK = 1 << 16
@@ -30,6 +32,7 @@ class RepeatedInput:
         self._kept: IO[bytes] | None = None
         self._reads: int | None = None  # the end of the first run's pipe
         self._keeps = True
+        self._failed: OSError | None = None
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -52,7 +55,11 @@ class RepeatedInput:
             self._kept = None
 
     def next(self) -> int | None:
-        """What ``subprocess.Popen`` takes as ``stdin`` of the next run, once the one before has ended."""
+        """What ``subprocess.Popen`` takes as ``stdin`` of the next run, once the one before has ended.
+
+        Raises:
+          ConfigError: what the first run read could not be kept.
+        """
         if self._start is not None:
             os.lseek(self._source, self._start, os.SEEK_SET)
             return self._source
@@ -63,6 +70,11 @@ class RepeatedInput:
             threading.Thread(target=self._pass_on, args=(self._kept, writes), daemon=True).start()
             return self._reads
         self._end_first()
+        if self._failed is not None:
+            raise ConfigError(
+                f"the standard input cannot be kept for another run: {self._failed.strerror}. Set TMPDIR to a folder "
+                "on another disk, or read it from a file (< FILE)"
+            )
         os.lseek(self._kept.fileno(), 0, os.SEEK_SET)
         return self._kept.fileno()
 
@@ -80,10 +92,18 @@ class RepeatedInput:
                 with self._lock:
                     if not self._keeps:
                         return
-                    kept.write(block)
+                    self._keep(kept, block)
                 while block:
                     block = block[os.write(writes, block) :]
-        except OSError:  # the run has ended, or closed its input; or the disk is full
+        except OSError:  # the run has ended, or closed its input
             return
         finally:
             os.close(writes)
+
+    def _keep(self, kept: IO[bytes], block: bytes) -> None:
+        """All of a block, which a full disk takes in part; the first run reads on in any case."""
+        try:
+            while block and self._failed is None:
+                block = block[kept.write(block) :]
+        except OSError as error:
+            self._failed = error

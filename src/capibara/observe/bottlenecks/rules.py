@@ -67,13 +67,13 @@ def _percent(part: float) -> str:
 def _spent(profile: Profile, operations: Iterable[Operation]) -> float:
     """Their part of the time, on one device; of operations that run beside one another, a share of that time."""
     seconds = _alone(profile) * sum(one.seconds for one in operations)
-    return min(1.0, seconds / profile.devices / profile.wall_seconds)
+    return min(1.0, seconds / profile.at_once / profile.wall_seconds)
 
 
 def _alone(profile: Profile) -> float:
     """The time in which devices were at work, as a part of the operations' times: 1 if none ran beside another."""
     every = sum(one.seconds for one in profile.operations)
-    return min(1.0, (profile.busy_seconds or 0.0) * profile.devices / every) if every else 1.0
+    return min(1.0, (profile.busy_seconds or 0.0) * profile.at_once / every) if every else 1.0
 
 
 def _compiling(profile: Profile) -> float:
@@ -147,7 +147,7 @@ def _runs(profile: Profile) -> int:
 def _starts_tiny(profile: Profile) -> bool:
     """Whether the devices wait between many short programs."""
     runs = _runs(profile)
-    return runs >= 50 * profile.devices and (profile.busy_seconds or 0.0) * profile.devices / runs < _TINY_RUN
+    return runs >= 50 * profile.devices and (profile.busy_seconds or 0.0) * profile.at_once / runs < _TINY_RUN
 
 
 def idle(profile: Profile) -> Bottleneck | None:
@@ -199,7 +199,7 @@ def dispatch(profile: Profile) -> Bottleneck | None:
         left = _TURN_ON_GPU * turns / profile.wall_seconds
     return Bottleneck(
         "dispatch",
-        f"{runs:,} programs of {1e6 * (profile.busy_seconds or 0) * profile.devices / runs:.0f} µs each were started; "
+        f"{runs:,} programs of {1e6 * (profile.busy_seconds or 0) * profile.at_once / runs:.0f} µs each were started; "
         f"devices were idle for {_percent(part)} of the time between them",
         "Put the loop or the whole step under jax.jit, with jax.lax.scan for many short steps: "
         + ", ".join(names),
@@ -216,7 +216,7 @@ def _kernels_one_by_one(profile: Profile) -> Bottleneck | None:
     if part < _IDLE or _callbacks(profile) or small_products(profile) is not None:
         return None
     longest = max(profile.programs, key=lambda one: one.seconds, default=None)
-    each = 1e6 * (profile.busy_seconds or 0.0) * profile.devices / max(1, profile.events)
+    each = 1e6 * (profile.busy_seconds or 0.0) * profile.at_once / max(1, profile.events)
     return Bottleneck(
         "dispatch",
         f"{profile.events:,} kernels of {each:.0f} µs each were started one by one; devices were idle for "

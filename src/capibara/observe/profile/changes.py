@@ -12,7 +12,7 @@ import functools
 import json
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,14 @@ class Jitted:
     static: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
 
+    def with_fixed(self, other: Jitted) -> Jitted:
+        """With the fixed arguments of both."""
+        return replace(
+            self,
+            static=tuple(sorted({*self.static, *other.static})),
+            names=tuple(sorted({*self.names, *other.names})),
+        )
+
     @classmethod
     def from_data(cls, data: Any) -> Jitted:
         """From what JSON has of it; raises LookupError, TypeError or ValueError if it is something else."""
@@ -57,13 +65,14 @@ def jitted_functions(lines: Iterable[str]) -> tuple[Jitted, ...]:
         try:
             data = json.loads(text)
             line, how = int(data["line"]), data["how"]
-            # A function that is defined again closes over other values.
-            how = Jitted.from_data(how) if how is not None and found.get(line, 0) is not None else None
+            how = None if how is None else Jitted.from_data(how)
         except (ValueError, LookupError, TypeError) as error:
             raise ConfigError(
                 f"functions under jax.jit: got {text!r:.100}, which wrap() did not write"
             ) from error
-        found[line] = how
+        # A function that is defined again closes over other values: what is fixed for one is fixed for all.
+        before = found.get(line, how)
+        found[line] = None if how is None or before is None else before.with_fixed(how)
     return tuple(how for how in found.values() if how is not None)
 
 
@@ -300,16 +309,21 @@ class _Jitted:
     """A function under ``jax.jit``."""
 
     def __init__(self, function: Callable[..., Any], how: Jitted) -> None:
-        import jax
-
         functools.update_wrapper(self, function)
         self._function, self._how = function, how
-        self._jitted = jax.jit(function, static_argnums=how.static, static_argnames=how.names)
+        self._jitted: Callable[..., Any] | None = None
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if self._jitted is None:
+            # Not before: the script may set JAX's variables before it imports JAX.
+            import jax
+
+            self._jitted = jax.jit(
+                self._function, static_argnums=self._how.static, static_argnames=self._how.names
+            )
         # What was a plain value at the first call, and is an array now, cannot be fixed.
         fixed = [arguments[place] for place in self._how.static if place < len(arguments)]
         fixed += [named[name] for name in self._how.names if name in named]

@@ -32,7 +32,8 @@ class Change:
       count_before: operations. count_after: likewise.
       operations: names of the instructions.
       flops_before: of matrix products and convolutions. flops_after: likewise.
-      elementwise_before: operations on elements (:attr:`Operation.elementwise`). elementwise_after: likewise.
+      elementwise_before: operations on elements (:attr:`Operation.elementwise`); None in profiles of earlier versions.
+        elementwise_after: likewise.
       was: the source line before, if it was edited; its operations before are that line's.
       floor_before: seconds that they could not go below (roofline: FLOPs at the device's peak, or bytes at its
         memory's bandwidth, whichever is longer); None if these are not known. floor_after: likewise. Caches of a CPU
@@ -50,8 +51,8 @@ class Change:
     floor_after: float | None = None
     flops_before: int = 0
     flops_after: int = 0
-    elementwise_before: int = 0
-    elementwise_after: int = 0
+    elementwise_before: int | None = 0
+    elementwise_after: int | None = 0
     was: str = ""
 
     @property
@@ -84,6 +85,8 @@ class Change:
 
     def _elements(self) -> list[float]:
         """Likewise the work on elements, which bytes do not show: a logarithm moves as many as a sum."""
+        if self.elementwise_before is None or self.elementwise_after is None:
+            return []
         before, after = (
             flops + _ELEMENT * elements
             for flops, elements in (
@@ -204,8 +207,10 @@ def diff_profiles(before: Profile, after: Profile, *, plan: PlannedStep | None =
         (same_lines(before.lines), same_lines(after.lines)) if before.lines and after.lines else ({}, {})
     )
     edited = edited_lines(old_lines, new_lines)
-    old = _places(before, {source: edited.get(line, line) for source, line in old_lines.items()})
-    new = _places(after, new_lines)
+    # Profiles of earlier versions do not say what an operation is made of.
+    divided = _knows_parts(before) and _knows_parts(after)
+    old = _places(before, {source: edited.get(line, line) for source, line in old_lines.items()}, divided)
+    new = _places(after, new_lines, divided)
     places_before = {line: source for source, line in old_lines.items()}
     was: dict[Line | str, str] = {line: places_before[earlier] for earlier, line in edited.items()}
     changes = []
@@ -215,8 +220,8 @@ def diff_profiles(before: Profile, after: Profile, *, plan: PlannedStep | None =
             Change(
                 place=_place((theirs or mine)[0]),
                 kind=key[0],
-                before=_spent(mine, before.devices),
-                after=_spent(theirs, after.devices),
+                before=_spent(mine, before),
+                after=_spent(theirs, after),
                 count_before=sum(one.count for one in mine),
                 count_after=sum(one.count for one in theirs),
                 operations=tuple(sorted({one.name for one in (*mine, *theirs)})),
@@ -224,8 +229,8 @@ def diff_profiles(before: Profile, after: Profile, *, plan: PlannedStep | None =
                 floor_after=_at_best(theirs, after.devices, rates[1]),
                 flops_before=sum(one.flops for one in mine),
                 flops_after=sum(one.flops for one in theirs),
-                elementwise_before=sum(one.elementwise for one in mine),
-                elementwise_after=sum(one.elementwise for one in theirs),
+                elementwise_before=_elements(mine),
+                elementwise_after=_elements(theirs),
                 was=was.get(key[1], ""),
             )
         )
@@ -249,12 +254,21 @@ def _place(one: Operation) -> str:
     return one.source or one.path or f"{one.program} {one.opcode}"
 
 
+def _knows_parts(profile: Profile) -> bool:
+    return all(one.elementwise is not None for one in profile.operations)
+
+
+def _elements(operations: Iterable[Operation]) -> int | None:
+    counts = [one.elementwise for one in operations]
+    return None if None in counts else sum(count or 0 for count in counts)
+
+
 def _places(
-    profile: Profile, lines: Mapping[str, Line]
+    profile: Profile, lines: Mapping[str, Line], divided: bool
 ) -> defaultdict[tuple[str, Line | str], list[Operation]]:
     found: defaultdict[tuple[str, Line | str], list[Operation]] = defaultdict(list)
     for whole in profile.operations:
-        for one in _by_line(whole):
+        for one in _by_line(whole) if divided else [whole]:
             found[one.kind, lines.get(one.source, _place(one))].append(one)
     return found
 
@@ -268,15 +282,15 @@ def _by_line(one: Operation) -> list[Operation]:
             seconds=one.seconds * share,
             flops=round(one.flops * share),
             bytes=round(one.bytes * share),
-            elementwise=round(one.elementwise * share),
+            elementwise=round((one.elementwise or 0) * share),
             parts=(),
         )
         for source, share in one.parts
     ] or [one]
 
 
-def _spent(operations: Iterable[Operation], devices: int) -> float:
-    return sum(one.seconds for one in operations) / devices
+def _spent(operations: Iterable[Operation], profile: Profile) -> float:
+    return sum(one.seconds for one in operations) / profile.at_once
 
 
 _Rates = tuple[float, float] | None

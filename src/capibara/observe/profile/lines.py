@@ -11,7 +11,8 @@ __all__ = ["Line", "edited_lines", "same_lines"]
 
 # How alike two lines must be for one to be the other, edited; less where nothing else can be.
 _ALIKE, _ALIKE_ALONE = 0.5, 0.25
-_MOST_COMPARED = 20_000
+# Pairs of lines, letters of each, and lines of a file: a profile comes from a file that may hold anything.
+_MOST_COMPARED, _MOST_LETTERS, _MOST_LINES = 2_000, 300, 10_000
 
 
 class Line(NamedTuple):
@@ -34,7 +35,7 @@ def same_lines(lines: Mapping[str, str]) -> dict[str, Line]:
     alike: defaultdict[tuple[str, str], list[tuple[str, int, str]]] = defaultdict(list)
     for source, text in lines.items():
         file, _, number = source.rpartition(":")
-        if text and number.isdecimal():
+        if text and number.isdecimal() and len(number) < 10:
             alike[file.replace("\\", "/").rpartition("/")[2], text].append((file, int(number), source))
     return {
         source: Line(*key, which)
@@ -56,6 +57,8 @@ def edited_lines(before: Mapping[str, Line], after: Mapping[str, Line]) -> dict[
     found: dict[Line, Line] = {}
     for file, mine in old.items():
         theirs = new.get(file, [])
+        if max(len(mine), len(theirs)) > _MOST_LINES:
+            continue
         for what, first, last, begin, end in SequenceMatcher(
             None, mine, theirs, autojunk=False
         ).get_opcodes():
@@ -80,7 +83,14 @@ def _pairs(gone: Sequence[Line], come: Sequence[Line]) -> dict[Line, Line]:
     least = _ALIKE_ALONE if len(gone) == len(come) == 1 else _ALIKE
     ratios = sorted(
         (
-            (SequenceMatcher(None, one.text, other.text, autojunk=False).ratio(), -abs(i - j), i, j)
+            (
+                SequenceMatcher(
+                    None, one.text[:_MOST_LETTERS], other.text[:_MOST_LETTERS], autojunk=False
+                ).ratio(),
+                -abs(i - j),
+                i,
+                j,
+            )
             for i, one in enumerate(gone)
             for j, other in enumerate(come)
         ),

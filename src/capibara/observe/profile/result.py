@@ -50,7 +50,8 @@ class Operation:
       reread: those of them that are read from arrays which are the same in each turn of a loop.
       products: matrix products and convolutions, over all runs.
       tiled_flops: FLOPs were its products' sides multiples of a TPU's tiles: what its matrix units are at work for.
-      elementwise: operations on elements, over all runs; a function such as a logarithm counts ten.
+      elementwise: operations on elements, over all runs; a function such as a logarithm counts ten. None in profiles of
+        earlier versions.
       parts: where it is of several source lines, each with its share of the work (products, or else elements), most
         first.
     """
@@ -69,7 +70,7 @@ class Operation:
     reread: int = 0
     tiled_flops: int = 0
     products: int = 0
-    elementwise: int = 0
+    elementwise: int | None = None
     parts: tuple[tuple[str, float], ...] = ()
 
 
@@ -182,6 +183,14 @@ class Profile:
         if self.bytes is None or not self.peak_bandwidth:
             return None
         return self.bytes / self.wall_seconds / (self.peak_bandwidth * self.devices)
+
+    @property
+    def at_once(self) -> float:
+        """Seconds of operations in one second of work, at least 1: the devices; of emulated ones, which share cores,
+        as many as were at work at once."""
+        if self.platform != "cpu" or self.devices == 1 or not self.busy_seconds:
+            return float(self.devices)
+        return max(1.0, sum(one.seconds for one in self.operations) / self.busy_seconds)
 
     @property
     def idle_share(self) -> float | None:
@@ -388,11 +397,18 @@ def _checked(cls: Any, data: Any) -> Any:
 
 def _checked_parts(parts: Any) -> tuple[tuple[str, float], ...]:
     """Parts of an operation from JSON."""
-    found = tuple((source, float(share)) for source, share in parts)
-    if len(found) > _MOST_PARTS or not all(
-        isinstance(source, str) and _printable(source) and 0 <= share <= 1 for source, share in found
+    found = tuple((source, share) for source, share in parts)
+    if (
+        len(found) > _MOST_PARTS
+        or not all(
+            isinstance(source, str) and _printable(source) and type(share) in (int, float) and 0 <= share <= 1
+            for source, share in found
+        )
+        or sum(share for _, share in found) > 1 + 1e-6
     ):
-        raise ValueError(f"parts: got {parts!r:.100}, expected source lines with shares from 0 to 1")
+        raise ValueError(
+            f"parts: got {parts!r:.100}, expected source lines with shares from 0 to 1, 1 in all"
+        )
     return found
 
 

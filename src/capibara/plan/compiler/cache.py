@@ -36,7 +36,13 @@ _ROOMS = (
     "plan/workloads",
     "plan/compiler",
 )
-_FILES = ("hardware/meshes.py", "plan/slices.py")
+_FILES = (
+    "hardware/meshes.py",
+    "plan/slices.py",
+    "plan/program/digest.py",
+    "plan/program/frames.py",
+    "plan/program/parts.py",
+)
 _MOST_BYTES = 4 << 30
 _MOST_JSON = 64 << 20
 # What this module, the pool and step_work write. A folder may hold files of somebody else.

@@ -194,7 +194,7 @@ class CompiledProgram:
                 **rest,
                 memory=None if data["memory"] is None else _memory(data["memory"]),
                 coordinates=tuple(tuple(int(n) for n in each) for each in data["coordinates"]),
-                buffers=tuple(data["buffers"]),
+                buffers=tuple(map(_buffer, data["buffers"])),
                 lines={str(place): str(line) for place, line in data.get("lines", {}).items()},
                 text_path=text_path if rest["status"] == "ok" else None,
                 cached=cached,
@@ -206,6 +206,14 @@ class CompiledProgram:
         if self.memory is not None:
             return f"compiled: {self.memory.total / 2**30:.2f} GiB a device, {self.compile_seconds:.1f} s"
         return f"{self.status}: {json.dumps(self.message[:200])}"
+
+
+def _buffer(data: Mapping[str, Any]) -> dict[str, Any]:
+    found = {name: data[name] for name in ("bytes", "padding", "shape", "op_name", "kind", "place")}
+    for name, value in found.items():
+        if not isinstance(value, int if name in ("bytes", "padding") else str) or isinstance(value, bool):
+            raise ValueError(f"{name} of a buffer is {value!r:.100}")
+    return found
 
 
 def _memory(data: Mapping[str, Any]) -> Memory:

@@ -48,7 +48,7 @@ class Frames:
                 table = tables[word]
             elif table is not None and word:
                 number, _, rest = word.partition(" ")
-                if number.isdigit() and len(number) < 10:
+                if number.isdecimal() and len(number) < 10:
                     table[int(number)] = rest
         return cls(tables)
 

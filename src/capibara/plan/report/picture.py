@@ -55,7 +55,8 @@ def figure_of(plan: Plan) -> Any:
     best = plan.best
     # Without a compiled program the order of the devices is not known: there is no mesh to draw.
     columns = 2 if best.coordinates else 1
-    rows = 2 if plan.where is None else 3
+    where = plan.where if plan.where is not None and plan.where.seconds else None
+    rows = 2 if where is None else 3
     figure.set_figheight(4 * rows)
     grid = figure.add_gridspec(rows, columns, width_ratios=(3, 2)[:columns])
     labels = _labels(plan)
@@ -63,8 +64,8 @@ def figure_of(plan: Plan) -> Any:
     _bars(figure.add_subplot(grid[1, 0]), plan, labels, "time")
     if best.coordinates:
         _mesh(figure.add_subplot(grid[:2, 1], projection="3d"), best)
-    if plan.where is not None:
-        _parts(figure.add_subplot(grid[2, :]), plan.where)
+    if where is not None:
+        _parts(figure.add_subplot(grid[2, :]), where)
     figure.suptitle(f"{plan.work}\non {plan.target}", fontsize=11)
     return figure
 

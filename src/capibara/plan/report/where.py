@@ -30,11 +30,16 @@ def where_line(where: Attribution | None) -> list[str]:
 
 def where_tables(where: Attribution) -> list[str]:
     """Tables of parts, source lines and memory."""
-    lines = []
+    lines: list[str] = []
+    if not where.seconds:
+        return lines
+    unit, scale = (
+        ("s", 1.0) if where.seconds >= 1 else ("ms", 1e-3) if where.seconds >= 1e-3 else ("µs", 1e-6)
+    )
     for title, found in (("part of the model", where.parts), ("source line", where.lines)):
-        lines += ["", f"{'step':>7} {'seconds':>9} {'compute':>9} {'other':>9} {'waiting':>9}  {title}"]
-        lines += [_row(one, where.seconds) for one in found[:_IN_TABLE]]
-        lines += _rest(found[_IN_TABLE:], where.seconds)
+        lines += ["", f"{'step':>7} {unit:>9} {'compute':>9} {'other':>9} {'waiting':>9}  {title}"]
+        lines += [_row(one, where.seconds, scale) for one in found[:_IN_TABLE]]
+        lines += _rest(found[_IN_TABLE:], where.seconds, scale)
     if where.memory:
         lines += ["", f"{'memory':>12}  {'kind':<10}  part of the model, at the step's peak"]
         lines += [
@@ -52,15 +57,16 @@ def _short(name: str) -> str:
     return name
 
 
-def _row(one: Spent, whole: float) -> str:
+def _row(one: Spent, whole: float, scale: float) -> str:
     text = f"  {one.text[:_MOST_TEXT]}" if one.text else ""
     return (
-        f"{one.seconds / whole:7.1%} {one.seconds:9.4f} {one.compute:9.4f} {one.other:9.4f} {one.communication:9.4f}  "
+        f"{one.seconds / whole:7.1%} {one.seconds / scale:9.3f} {one.compute / scale:9.3f} {one.other / scale:9.3f} "
+        f"{one.communication / scale:9.3f}  "
         f"{_short(one.name)}{text}"
     )
 
 
-def _rest(found: Iterable[Spent], whole: float) -> list[str]:
+def _rest(found: Iterable[Spent], whole: float, scale: float) -> list[str]:
     left = list(found)
     seconds = sum(one.seconds for one in left)
-    return [f"{seconds / whole:7.1%} {seconds:9.4f} {'':29}  {len(left)} more"] if left else []
+    return [f"{seconds / whole:7.1%} {seconds / scale:9.3f} {'':29}  {len(left)} more"] if left else []
