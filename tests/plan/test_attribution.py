@@ -72,8 +72,9 @@ def test_parts_lines_and_passes_are_those_of_the_source(step_text: str, tmp_path
     }
     found = attribute(program_of(step_text, tmp_path, lines=lines), ONE, MESH)
     spent = {one.name: one for one in found.parts}
-    # The first has its product and the gradient of its weights; the second two products and twice two gradients.
-    assert spent["second"].compute == pytest.approx(3 * spent["first"].compute)
+    # The first has its product and the gradient of its weights; the second two products and twice two gradients, and
+    # once more the first of its products where the compiler leaves what is computed again.
+    assert spent["second"].compute / spent["first"].compute in (pytest.approx(3), pytest.approx(3.5))
     assert spent["first"].compute > 0
     texts = [one.text.strip() for one in found.lines if one.compute]
     assert "h = jnp.tanh(x @ w[0])" in texts
