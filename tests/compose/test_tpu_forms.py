@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from device_arrays import device_array
+from emulation import emulated
+from other_process import run_apart
 
+from capibara import compose as ml
 from capibara.compose.backends import jax_ops
 from capibara.compose.backends.jax_tpu import on_tpu
 
@@ -57,3 +61,51 @@ def test_other_operations_and_calls_outside_of_a_trace_are_the_same() -> None:
         ops.rms_norm(x, epsilon=1e-5, accumulate="float32"),
         jax_ops.rms_norm(jnp.asarray(x), epsilon=1e-5, accumulate="float32"),
     )
+
+
+@pytest.mark.parametrize("norm", [ml.LayerNorm, ml.RMSNorm])
+@pytest.mark.parametrize("platforms", [None, ["tpu"], ["cpu", "tpu"]])
+def test_a_model_for_tpus_is_exported(norm: Any, platforms: Any, tmp_path: Path) -> None:
+    """Of many positions: their layout is for the compiler that runs, and no part of the file."""
+    model = ml.Model()
+    model |= norm()(input="x", output="normed")
+    model |= ml.Linear(8)(input="normed", output="y")
+    model.expose("y")
+    compiled = ml.compile(model, ml.JaxBackend(platform="tpu"), shapes={"x": [2, 256, 16]})
+    ml.export(compiled, tmp_path / "model.jax", platforms=platforms)
+    assert (tmp_path / "model.jax").stat().st_size > 1000
+
+
+def test_a_norm_for_tpus_of_an_array_of_numpy_has_a_gradient() -> None:
+    """Without jit, JAX traces a gradient with what is not on a device yet."""
+    ops = on_tpu(jax_ops)
+    x = np.random.default_rng(0).normal(size=(2, 130, 16)).astype(np.float32)
+    options = {"epsilon": 1e-5, "accumulate": "float32"}
+    found, wanted = (
+        jax.grad(lambda x, form=form: (form.rms_norm(x, **options) ** 3).sum())(x) for form in (ops, jax_ops)
+    )
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+FEATURES_CUT = """
+import json
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType
+from capibara.compose.backends import jax_ops
+from capibara.compose.backends.jax_parts import on_parts
+from capibara.compose.backends.jax_tpu import on_tpu
+from capibara.config.axes import AxisRules
+
+random = np.random.default_rng(0)
+x, cos, sin = (jnp.asarray(random.normal(size=s), jnp.float32) for s in ((2, 256, 4, 64), (256, 32), (256, 32)))
+mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+rules = AxisRules(activations={**AxisRules().activations, "head_dim": ("model",), "heads": ()})
+ops = on_parts(on_tpu(jax_ops), mesh, rules, tpu=True)
+found = jax.jit(lambda x: ops.rotate(x, cos, sin))(x)
+print("RESULT" + json.dumps(float(jnp.abs(found - jax_ops.rotate(x, cos, sin)).max())))
+"""
+
+
+def test_features_that_are_cut_are_turned_whole() -> None:
+    """The other half of a pair may be on another device."""
+    assert run_apart(FEATURES_CUT, XLA_FLAGS=emulated(4)) < 1e-5

@@ -181,6 +181,24 @@ def test_kernel_rounds_once() -> None:
     np.testing.assert_array_equal(found, rotary(x, cos=cos, sin=sin, implementation="xla"))
 
 
+@pytest.mark.parametrize("platforms", [("cpu", "tpu"), ("tpu", "cuda"), ("tpu",)])
+def test_a_program_for_several_platforms_has_one_form(platforms: tuple[str, ...]) -> None:
+    x, table = jnp.ones((2, 256, 2, 64)), jnp.ones((256, 32))
+    call = jax.jit(lambda x, cos, sin: rotary(x, cos=cos, sin=sin))
+    exported = jax.export.export(
+        call,
+        platforms=platforms,
+        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("tpu_custom_call")],
+    )(x, table, table)
+    assert exported.platforms == platforms
+    assert ("tpu_custom_call" in exported.mlir_module()) == (platforms == ("tpu",))
+
+
+def test_heads_without_features_are_explained() -> None:
+    found = explain(rotary, jnp.ones((2, 300, 4, 0)), positions=jnp.arange(300), platform="tpu")
+    assert "xla" in str(found)
+
+
 def test_whole_heads_on_tpus_have_the_kernel() -> None:
     positions = jax.ShapeDtypeStruct((512,), jnp.int32)
     x = jax.ShapeDtypeStruct((2, 512, 2, 64), jnp.bfloat16)

@@ -567,3 +567,44 @@ def test_a_refusal_says_which_figures_are_estimates():
     assert "at least 5.00 GiB a device (by the compiler; estimated: parameters 4.00 GiB)" in text
     text = _does_not_fit(task, target, 1 << 30, 5 << 30, {"parameters": 4 << 30}, "estimated")
     assert "(estimated; parameters 4.00 GiB)" in text
+
+
+@pytest.mark.parametrize("keep", [None, 5, {"model.remat": "full"}, [["a"]]])
+def test_what_to_keep_is_names(keep):
+    with pytest.raises(PlanError, match="keep: got"):
+        plan(tiny(), "v5e:2x2", compile=False, keep=keep)
+
+
+def test_a_kept_mesh_has_its_axes_in_any_order():
+    meshes = [
+        plan(
+            tiny("tpu.topology=2x2", "tpu.num_chips=4", f"tpu.mesh_axes={axes}"),
+            "v5e:2x2",
+            compile=False,
+            keep=["tpu.topology", "tpu.mesh_axes"],
+        ).best.layout.mesh
+        for axes in ("data,model", "model,data")
+    ]
+    assert meshes == [(("data", 2), ("model", 2)), (("model", 2), ("data", 2))]
+    with pytest.raises(PlanError, match="a plan knows the mesh axes data, model"):
+        plan(
+            tiny("tpu.topology=2x2", "tpu.num_chips=4", "tpu.mesh_axes=data,context"),
+            "v5e:2x2",
+            compile=False,
+            keep=["tpu.topology", "tpu.mesh_axes"],
+        )
+
+
+def test_of_two_limits_the_lower_one_is_the_compilers():
+    from capibara.plan.compiler.limits import within
+
+    target = parse_slice("v5e:2x2")
+    layout = Layout(mesh=(("data", 4), ("model", 1)))
+    for own, limit, expected in (
+        ("99999", 1 << 30, "1024"),
+        ("512", 1 << 30, "512"),
+        ("99999", 1 << 50, None),
+    ):
+        found = within(replace(layout, flags=((LIMIT, own),)), limit, target).compiler_options[LIMIT]
+        assert found == (expected or str(target.usable_hbm_bytes >> 20))
+    assert LIMIT not in within(layout, 1 << 50, target).compiler_options

@@ -140,3 +140,29 @@ def test_parts_of_hosts_are_used_and_not_rented():
     assert is_rented("v5e", (1, 1))
     assert is_rented("v4", (4, 4, 20))
     assert is_rented("v4", (4, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "grid"),
+    [
+        ("v5p-768", (4, 8, 12)),
+        ("v5p-640", (4, 4, 20)),
+        ("v5p-1152", (4, 12, 12)),
+        ("v5p-1536", (8, 8, 12)),
+        ("v5p-8960", (8, 20, 28)),
+    ],
+)
+def test_names_of_slices_of_whole_cubes(name: str, grid: tuple[int, ...]):
+    """Of several grids the one whose longest axis is shortest; and it has the name that was asked for."""
+    found = parse_slice(name)
+    assert found.shape == grid
+    assert found.slice_name == name
+    assert parse_slice(found.text) == found
+
+
+def test_files_that_were_written_once_name_any_grid():
+    with pytest.raises(PlanError, match="no slice of v5e has this grid"):
+        parse_slice("v5e:2x8")
+    assert parse_slice("v5e:2x8", rented=False).shape == (2, 8)
+    with pytest.raises(PlanError, match="or give the grid"):
+        parse_slice("v5p-700")

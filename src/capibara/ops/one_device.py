@@ -164,6 +164,8 @@ def _lower(ctx: mlir.LoweringRuleContext, *values: Any, kernel: HeldJaxpr, other
     context = ctx.module_context.axis_context
     # A ShardingContext counts the devices of the program; the other contexts are those of manual mesh axes.
     several = getattr(context, "num_devices", 1) != 1
+    # A program for several platforms has one form for all of them.
+    several |= len(ctx.platforms or ctx.module_context.platforms) > 1
     chosen = otherwise if several else kernel
     return mlir.lower_fun(chosen, multiple_results=True)(ctx, *values)
 

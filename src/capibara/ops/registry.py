@@ -51,6 +51,7 @@ __all__ = [
     "Problem",
     "for_platform",
     "get_op",
+    "is_portable",
     "list_ops",
     "portable",
     "public",
@@ -350,6 +351,11 @@ def remark(op: str, text: str) -> None:
         found.append(f"{op}: {text}")
     else:
         warnings.warn(f"{op}: {text}", OpWarning, stacklevel=1)
+
+
+def is_portable() -> bool:
+    """Whether what is traced now has to run elsewhere: see :func:`portable`."""
+    return _elsewhere.get()
 
 
 @contextlib.contextmanager

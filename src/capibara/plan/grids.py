@@ -57,12 +57,28 @@ _GRIDS_2D: dict[int, Shape] = {
     256: (16, 16),
 }
 _HOST_CHIPS = 4
+_CUBE = 64
 
 
 def usual_grid(generation: str, chips: int) -> Shape | None:
-    """The grid of the slice that is named by so many chips; None where there is no such name."""
+    """The grid of the slice that is named by so many chips: of several that one whose axes differ least; None where
+    there are no slices of so many."""
     grid = _grids(generation).get(chips)
+    if grid is None and DIMENSIONS[generation] == 3 and chips % _CUBE == 0:
+        grid = _of_cubes(chips // _CUBE)
     return None if grid is None or chips > MOST_CHIPS[generation] else grid
+
+
+def _of_cubes(cubes: int) -> Shape:
+    """The grid of so many cubes of 4×4×4 whose longest axis is shortest."""
+    grids = [
+        (a, b, cubes // (a * b))
+        for a in range(1, cubes + 1)
+        if cubes % a == 0
+        for b in range(a, cubes // a + 1)
+        if cubes // a % b == 0 and cubes // (a * b) >= b
+    ]
+    return tuple(4 * size for size in min(grids, key=lambda grid: grid[::-1]))
 
 
 def is_rented(generation: str, shape: Shape) -> bool:

@@ -189,7 +189,7 @@ def _read(path: Path) -> dict[str, Any]:
         for name, value in layout.flags:
             if (problem := flag_problem(f"{name}={value}")) is not None:
                 raise ValueError(f"compiler flags: {problem}")
-        target: Slice = parse_slice(found["topology"], found["view"])
+        target: Slice = parse_slice(found["topology"], found["view"], rented=False)
         return {
             "config": ModularModelConfig.from_dict(_mapping(found["config"])),
             "slice": target,

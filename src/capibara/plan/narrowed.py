@@ -49,10 +49,11 @@ class Kept:
         Raises:
           PlanError: a plan does not choose one of them.
         """
-        chosen = tuple(dict.fromkeys(settings))
-        for name in chosen:
+        names = list(settings)
+        for name in names:
             if name not in LAYOUT_SETTINGS:
-                raise PlanError(f"keep: got {name!r}, expected some of {', '.join(LAYOUT_SETTINGS)}")
+                raise PlanError(f"keep: got {name!r:.100}, expected some of {', '.join(LAYOUT_SETTINGS)}")
+        chosen = tuple(dict.fromkeys(names))
         return cls(Layout.from_config(config), chosen)
 
     def layouts(self, every: Iterable[Layout], rows: int) -> Iterator[Layout]:
@@ -67,8 +68,11 @@ class Kept:
         mesh = any(name in _MESH for name in self.settings)
         seen = set()
         for layout in every:
-            if mesh and _long(layout.mesh) != _long(self.layout.mesh):
-                continue
+            if mesh:
+                if sorted(_long(layout.mesh)) != sorted(_long(self.layout.mesh)):
+                    continue
+                # In the order that was asked for: it decides which devices are neighbours.
+                layout = replace(layout, mesh=_ordered(layout.mesh, self.layout.mesh))
             found = replace(layout, **fields)
             sizes = found.axis_sizes
             data = sizes.get("data", 1) * sizes.get("expert", 1)
@@ -81,9 +85,21 @@ class Kept:
         return ", ".join(f"{name}={setting_text(known[name])}" for name in self.settings)
 
 
+def _axes(layouts: Iterable[Layout]) -> str:
+    return ", ".join(dict.fromkeys(axis for layout in layouts for axis, _ in layout.mesh))
+
+
 def _long(mesh: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
     """The axes along which there is more than one device."""
     return [(axis, size) for axis, size in mesh if size > 1]
+
+
+def _ordered(
+    mesh: tuple[tuple[str, int], ...], like: Iterable[tuple[str, int]]
+) -> tuple[tuple[str, int], ...]:
+    """A mesh with its axes in the order of another; those that the other does not have come last."""
+    order = [axis for axis, _ in like]
+    return tuple(sorted(mesh, key=lambda pair: order.index(pair[0]) if pair[0] in order else len(order)))
 
 
 @dataclass(frozen=True)
@@ -128,7 +144,8 @@ class Narrowed:
             left = list(kept.layouts(every, rows))
             if every and not left:
                 raise PlanError(
-                    f"no layout of {target.num_devices} devices has {kept}: the mesh must have as many devices, and "
+                    f"no layout of {target.num_devices} devices has {kept}: a plan knows the mesh axes {_axes(every)}, "
+                    "which must have as many devices in all; those along 'model' must divide the heads, and "
                     f"train.batch_size={rows} must be a multiple of the microbatches times the devices along 'data'. "
                     "Leave out one of these settings"
                 )

@@ -108,7 +108,7 @@ def read_planned(path: str | os.PathLike[str]) -> Planned:
         if found.get("config") is None:
             raise ValueError("it is the plan of a step function, and trains no configuration")
         config = ModularModelConfig.from_dict(_table(found["config"]), layout.settings())
-        return Planned(config, layout, parse_slice(found["topology"]).text)
+        return Planned(config, layout, parse_slice(found["topology"], rented=False).text)
     except KeyError as error:
         raise PlanError(f"{path} is not a valid plan file: missing {error}") from None
     except (ValueError, TypeError, RecursionError, ConfigError) as error:

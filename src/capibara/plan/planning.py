@@ -15,7 +15,7 @@ from capibara.hardware import Price
 from capibara.plan.attribution import Attribution, attribute
 from capibara.plan.candidate import Candidate
 from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_program, find_compiler
-from capibara.plan.errors import CompilerMissingError, DoesNotFitError, PlanError
+from capibara.plan.errors import CompilationError, CompilerMissingError, DoesNotFitError, PlanError
 from capibara.plan.grids import MOST_CHIPS, at_least
 from capibara.plan.improvements import Improvement, find_improvements
 from capibara.plan.memory.least import LeastMemory, find_least_memory
@@ -274,11 +274,14 @@ def plan(
         counts = (found.considered, found.promising, len(found.compiled))
         if least_memory:
             first = found.fitting[0]
-            least = find_least_memory(
-                task, target, first.layout, first.program, cache=store, progress=progress
-            )
-            if least is None:
-                notes.append("the compiler cannot fit the best layout into less memory than it takes")
+            try:
+                least = find_least_memory(
+                    task, target, first.layout, first.program, cache=store, progress=progress
+                )
+                if least is None:
+                    notes.append("the compiler cannot fit the best layout into less memory than it takes")
+            except CompilationError as error:  # the plan is worth keeping
+                notes.append(f"the least memory is not known: {error}")
         if improve and isinstance(task, TrainWork):
             improvements = find_improvements(
                 task.config,
@@ -331,6 +334,11 @@ def _kept(task: Work, keep: Iterable[str], notes: list[str]) -> tuple[Kept, int]
     Raises:
       PlanError: it is no setting of a layout, or the work has no configuration.
     """
+    if isinstance(keep, Mapping) or not isinstance(keep, Iterable):
+        raise PlanError(
+            f"keep: got {keep!r:.100}, expected names of settings, such as ['model.remat']: their values are the "
+            "configuration's"
+        )
     if not (names := tuple([keep] if isinstance(keep, str) else keep)):
         return None
     if not isinstance(task, TrainWork):

@@ -156,12 +156,13 @@ class Slice:
         return f"{self.text} ({chips}, {self.slice_name}{devices})"
 
 
-def parse_slice(text: str | Slice, view: str | None = None) -> Slice:
+def parse_slice(text: str | Slice, view: str | None = None, *, rented: bool = True) -> Slice:
     """Read ``"v4:2x2x4"`` or a name such as ``"v4-32"`` (cores, 16 chips) or ``"v6e-16"`` (chips).
 
     Args:
       text: the slice; a grid with one size too few gets a last axis of 1.
       view: ``"chip"`` or ``"core"``; by default a chip if the generation supports it (all but TPU7x).
+      rented: whether grids of which there are no slices are refused; files that were written once are read anyway.
 
     Raises:
       PlanError: an unknown generation or view, a grid with the wrong number of axes, a name or grid of which there are
@@ -185,7 +186,7 @@ def parse_slice(text: str | Slice, view: str | None = None) -> Slice:
         if usual is None:
             raise PlanError(
                 f"topology={text!r}: no slice of {generation} has {shape[0]} chips. The nearest: "
-                f"{_names(generation, shape[0])}"
+                f"{_names(generation, shape[0])}; or give the grid ({generation}:{'x'.join('4' * dimensions)})"
             )
         shape = usual
     elif len(shape) == dimensions - 1:
@@ -196,7 +197,7 @@ def parse_slice(text: str | Slice, view: str | None = None) -> Slice:
             f"{dimensions} axes"
         )
     _check_size(generation, shape)
-    if not is_rented(generation, shape) and not is_part_of_host(generation, shape):
+    if rented and not is_rented(generation, shape) and not is_part_of_host(generation, shape):
         raise PlanError(
             f"topology={text!r}: no slice of {generation} has this grid ({math.prod(shape)} chips). The nearest: "
             f"{_names(generation, math.prod(shape))}"

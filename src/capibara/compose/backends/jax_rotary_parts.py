@@ -39,7 +39,8 @@ def rotary_on_parts(op: Callable[..., Any], mesh: Mesh, rules: AxisRules) -> Cal
         free = free_axes(mesh) if many else None
         if free is None:
             return op(x, cos, sin, **options)
-        names = ("batch", "sequence", "heads", "head_dim")
+        # Features are turned in pairs, whose other half may be on another device.
+        names = ("batch", "sequence", "heads", None)
         where = rules.spec(names, free, x.shape, kind="activations")
         tables = PartitionSpec(*where[:2], None) if cos.ndim == 3 else PartitionSpec(where[1], None)
         mapped = jax.shard_map(

@@ -25,6 +25,7 @@ from jax import lax
 from jax.core import Tracer
 
 from capibara.compose.backends import jax_ops
+from capibara.ops.registry import is_portable
 
 __all__ = ["on_tpu"]
 
@@ -57,15 +58,21 @@ def _merge(x: Array, weight: Array, accumulate: str) -> Array:
     return _dense(flat, weight.reshape(joined, *weight.shape[2:]), accumulate)
 
 
+@partial(jax.jit, inline=True)  # a gradient that is not jitted is taken of arrays that are not on a device
+def _in_order(x: Array) -> Array:
+    from jax.experimental.layout import Layout, with_layout_constraint
+
+    return with_layout_constraint(x, Layout(major_to_minor=(0, 1, 2)))
+
+
 def _features_innermost(op: Callable[..., Any]) -> Callable[..., Any]:
     """A norm of arrays in the order of their axes, where they are those of a sequence."""
 
     @wraps(op)
     def run(x: Any, *arrays: Any, **options: Any) -> Any:
-        if isinstance(x, Tracer) and x.ndim == 3 and not _few(x.shape[1]):
-            from jax.experimental.layout import Layout, with_layout_constraint
-
-            x = with_layout_constraint(x, Layout(major_to_minor=(0, 1, 2)))
+        # A program that is exported may not hold what JAX gives no guarantee for.
+        if isinstance(x, Tracer) and x.ndim == 3 and not _few(x.shape[1]) and not is_portable():
+            x = _in_order(x)
         return op(x, *arrays, **options)
 
     return run

@@ -222,7 +222,8 @@ def _chunked_losses(
     problem: LossProblem, hidden: Any, head: Any, labels: Any, *, tpu: bool = False
 ) -> jax.Array:
     count, size = chunks(problem, tpu=tpu)
-    block = vocab_block(problem, size, tpu=tpu)
+    # The whole vocabulary at once saves passes over the gradient of the head, which there is none of here.
+    block = vocab_block(problem, size)
     if count == 1:
         return _joined(
             problem,

@@ -44,7 +44,7 @@ def check(problem: RotaryProblem) -> None:
             raise NotImplementedError(f"turns float32 and bfloat16 by tables in float32, not {dtype}")
         if problem.layout != "halves" or problem.dim != features:
             raise NotImplementedError("turns whole heads by halves")
-        if (LANES % features and features % LANES) or heads * features % LANES:
+        if not features or (LANES % features and features % LANES) or heads * features % LANES:
             raise NotImplementedError(
                 f"{heads} heads of {features} features do not fill registers of {LANES} lanes"
             )

@@ -26,7 +26,11 @@ def limit_option(limit_bytes: int) -> tuple[str, str]:
 
 
 def within(layout: Layout, limit_bytes: int, target: Slice) -> Layout:
-    """A layout with the flag of a limit, if that is less than what a device has and the layout has none of its own."""
-    if limit_bytes >= target.usable_hbm_bytes or LIMIT in layout.compiler_options:
+    """A layout with the flag of a limit that is less than what a device has, and than a limit that it has already."""
+    own = layout.compiler_options.get(LIMIT, "")
+    most = min(limit_bytes, target.usable_hbm_bytes)
+    lower = own.isdecimal() and int(own) << 20 <= most
+    if lower or (limit_bytes >= target.usable_hbm_bytes and not own):
         return layout
-    return replace(layout, flags=(*layout.flags, limit_option(limit_bytes)))
+    others = [pair for pair in layout.flags if pair[0] != LIMIT]
+    return replace(layout, flags=(*others, limit_option(most)))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 from capibara.config import ModularModelConfig
 from capibara.data.packed import decided
 from capibara.plan.errors import PlanError
-from capibara.plan.grids import is_rented
+from capibara.plan.grids import at_least, is_rented
 from capibara.plan.memory.estimate import MemoryEstimate, estimate_memory
 from capibara.plan.search.space import microbatch_counts
 from capibara.plan.sizes import size_text
@@ -148,4 +149,9 @@ def _larger(target: Slice, factor: int) -> Slice | None:
         larger = parse_slice(f"{target.generation}:{'x'.join(map(str, sorted(shape)))}", target.view)
     except PlanError:
         return None
-    return larger if is_rented(larger.generation, larger.shape) else None
+    if is_rented(larger.generation, larger.shape):
+        return larger
+    grid = at_least(larger.generation, larger.num_chips)
+    if grid is None or math.prod(grid) != larger.num_chips:
+        return None
+    return parse_slice(f"{target.generation}:{'x'.join(map(str, grid))}", target.view)
