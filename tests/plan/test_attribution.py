@@ -164,7 +164,7 @@ FILES = Frames.of(
     """HloModule m
 
 FileNames
-1 "/home/me/.venv/lib/python3.11/site-packages/flax/dense.py"
+1 "/usr/lib/python3.11/site-packages/flax/dense.py"
 2 "model.py"
 3 "<capibara.compose Model 1>"
 
@@ -199,7 +199,7 @@ def generated(file: str, line: int) -> str:
 
 def test_frames_of_a_program():
     assert list(FILES.stack("2")) == [
-        Frame("/home/me/.venv/lib/python3.11/site-packages/flax/dense.py", "Dense.__call__", 7),
+        Frame("/usr/lib/python3.11/site-packages/flax/dense.py", "Dense.__call__", 7),
         Frame("model.py", "Net.attend", 31),
     ]
     assert FILES.source("1") == "model.py:31"
