@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from capibara.compose import JaxBackend
@@ -53,3 +54,41 @@ def test_loss_and_gradients_are_those_of_the_form_for_cpus(more: Any, close: flo
         assert got.shape == want.shape
         scale = float(jnp.abs(want).max())
         np.testing.assert_allclose(got, want, rtol=close, atol=close * scale)
+
+
+def trained(settings: dict[str, Any], steps: int) -> list[float]:
+    model = ModularCapibaraModel(ModularModelConfig.from_toml("production/tpu_v4", settings))
+    params = model.init(0)[0]
+    optimizer = optax.adamw(1e-3)
+    random = np.random.default_rng(0)
+    # Each token is the one before it plus a step of its text: something to learn.
+    starts, strides = random.integers(0, 96, (steps, 4, 1)), random.integers(1, 4, (steps, 4, 1))
+    batches = jnp.asarray((starts + strides * np.arange(161)) % 96, jnp.int32)
+
+    @jax.jit
+    def step(carry: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
+        params, state = carry
+        loss, slope = jax.value_and_grad(lambda p: model.loss(p, {"tokens": tokens}, state={})[0])(params)
+        updates, state = optimizer.update(slope, state, params)
+        return (optax.apply_updates(params, updates), state), loss
+
+    carry, losses = (params, optimizer.init(params)), []
+    for tokens in batches:
+        carry, loss = step(carry, tokens)
+        losses.append(float(loss))
+    return losses
+
+
+def test_fifty_steps_of_training_stay_together(monkeypatch) -> None:
+    """In bfloat16: as far apart at the end as its rounding makes them."""
+    settings = {
+        **SETTINGS,
+        "tpu.enabled": False,
+        "precision.compute_dtype": "bfloat16",
+        "model.remat": "dots",
+    }
+    wanted = trained(settings, 50)
+    monkeypatch.setattr(JaxBackend, "platform", "tpu")
+    found = trained(settings, 50)
+    assert wanted[-1] < 0.6 * wanted[0]
+    np.testing.assert_allclose(found, wanted, rtol=2e-2)
