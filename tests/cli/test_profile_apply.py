@@ -53,6 +53,16 @@ print(float(x[0, 0]))
 """,
         "jax.debug.print and jax.debug.callback do nothing",
     ),
+    "copies": (
+        """
+write = jax.jit(lambda cache, row, at: jax.lax.dynamic_update_slice(cache, row, (at, 0)))
+cache, row = jnp.zeros((20_000, 1024)), jnp.ones((1, 1024))
+for at in range(30):
+    cache = write(cache, row, at)
+print(float(cache.sum()))
+""",
+        "results take the place of arguments",
+    ),
     "dispatch": (
         """
 def update(x, turns, name="none"):

@@ -182,3 +182,46 @@ def test_callbacks_that_only_look_are_left_out(monkeypatch: pytest.MonkeyPatch):
     assert float(step(jnp.ones(()))) == 2
     jax.effects_barrier()
     assert seen == []
+
+
+def test_results_take_the_place_of_arguments(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(jax, "jit", jax.jit)
+    install(Change("donate"))
+
+    @jax.jit
+    def write(cache: jax.Array, row: jax.Array, at: Any) -> jax.Array:
+        return cache.at[at].set(row)
+
+    cache, row = jnp.zeros((64, 32)), jnp.ones(32)
+    later = write(cache, row, 3)
+    assert cache.is_deleted()
+    assert not row.is_deleted()
+    assert float(later.sum()) == 32
+    # Within another function, with settings of its own, and of an array that is given twice it is as it was.
+    outer = jax.jit(lambda cache: write(cache, row, 4) + 1)
+    assert outer.lower(later).as_text()
+    kept = jnp.ones(8)
+    assert float(jax.jit(lambda x, n: x * n, static_argnums=1)(kept, 2).sum()) == 16
+    assert not kept.is_deleted()
+    twice = jax.jit(lambda x, y: (x + y, x - y))
+    twice(kept, kept)
+    assert not kept.is_deleted()
+    sizes = jax.jit(lambda x: x.sum())
+    whole = jnp.ones(8)
+    assert float(sizes(whole)) == 8
+    assert not whole.is_deleted()
+
+
+def test_a_scheduler_for_exposed_communication():
+    from types import SimpleNamespace
+
+    from capibara.observe.bottlenecks.remedies import choose_remedies
+
+    found: Any = SimpleNamespace(kind="communication", evidence={})
+    chosen = {
+        platform: choose_remedies(SimpleNamespace(platform=platform), found, None, Path())  # type: ignore[arg-type]
+        for platform in ("cpu", "gpu", "tpu")
+    }
+    assert chosen["cpu"] == []
+    assert "latency_hiding" in chosen["gpu"][0].environment["XLA_FLAGS"]
+    assert "latency_hiding" in chosen["tpu"][0].environment["LIBTPU_INIT_ARGS"]

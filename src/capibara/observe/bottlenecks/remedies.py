@@ -24,6 +24,14 @@ __all__ = ["Remedy", "Tried", "choose_remedies", "try_remedies"]
 
 _MOST_PROFILE = 512 * 2**20
 _MOST_NOTES = 1 << 20
+# By platform, the variable and the flags of a scheduler that hides collectives.
+_SCHEDULERS = {
+    "gpu": ("XLA_FLAGS", "--xla_gpu_enable_latency_hiding_scheduler=true"),
+    "tpu": (
+        "LIBTPU_INIT_ARGS",
+        "--xla_tpu_enable_latency_hiding_scheduler=true --xla_enable_async_all_gather=true",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -121,6 +129,12 @@ def choose_remedies(
         ]
     if kind == "callback":
         return [Remedy("jax.debug.print and jax.debug.callback do nothing", Change("no_debug_callbacks"))]
+    if kind == "copies":
+        return [Remedy("results take the place of arguments (donate_argnums)", Change("donate"))]
+    if kind == "communication" and profile.platform in _SCHEDULERS:
+        variable, flags = _SCHEDULERS[profile.platform]
+        given = " ".join(filter(None, [os.environ.get(variable), flags]))
+        return [Remedy(f"collectives run beside products ({flags})", environment={variable: given})]
     if kind in ("dispatch", "unfused") and script is not None:
         lines = _eager_lines(profile, set(bottleneck.evidence.get("programs", ())), script)
         if lines:

@@ -1,7 +1,7 @@
 """Changes under which a script is run, unchanged itself, to measure what they save.
 
 They stand for what its author would write: no float64, no callbacks, functions that are jitted once, functions under
-``jax.jit``. Each is installed before the script begins.
+``jax.jit``, arguments that are donated. Each is installed before the script begins.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import types
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from capibara.files import read_bounded
 
 __all__ = ["KINDS", "Change", "Jitted", "compile_with_jit", "install", "jitted_functions", "wrap"]
 
-KINDS = ("x64_off", "no_debug_callbacks", "jit_once", "jit")
+KINDS = ("x64_off", "no_debug_callbacks", "jit_once", "jit", "donate")
 _MOST_SOURCE = 16 * 2**20
 # Calls that change something outside, or show something.
 _EFFECTS = {"print", "open", "input", "append", "extend", "write", "update", "add", "setdefault", "pop"}
@@ -84,7 +85,7 @@ class Change:
       kind: one of :data:`KINDS`: ``"x64_off"`` keeps ``jax_enable_x64`` off, whatever the script asks for;
         ``"no_debug_callbacks"`` leaves out ``jax.debug.print`` and ``jax.debug.callback``; ``"jit_once"`` gives one
         jitted function for one function of the source with the same closure; ``"jit"`` puts functions under
-        ``jax.jit``.
+        ``jax.jit``; ``"donate"`` lets the results of jitted functions take the place of their arguments.
       lines: of the script; the functions that contain them are those for ``"jit"``.
       jitted: functions of ``"jit"``, as :class:`Jitted` says of each what is known to work. With them no call is made
         to find that out.
@@ -125,6 +126,8 @@ def install(change: Change) -> None:
         _no_debug_callbacks()
     elif change.kind == "jit_once":
         _jit_once()
+    elif change.kind == "donate":
+        _donate()
 
 
 def _x64_off() -> None:
@@ -185,6 +188,79 @@ def _jit_once() -> None:
         return made[key][1]
 
     jax.jit = once
+
+
+def _donate() -> None:
+    import jax
+
+    jit = jax.jit
+
+    @functools.wraps(jit)
+    def donating(fun: Any = None, /, **options: Any) -> Any:
+        if fun is None:
+            return functools.partial(donating, **options)
+        plain = jit(fun, **options)
+        own = {"donate_argnums", "donate_argnames", "static_argnums", "static_argnames"} & {*options}
+        # Libraries, and the profiler itself, go on to use what they pass.
+        if own or not isinstance(fun, types.FunctionType) or _of_library(fun.__code__.co_filename):
+            return plain
+        return _Donating(fun, plain, functools.partial(jit, **options))
+
+    jax.jit = donating
+
+
+def _of_library(file: str) -> bool:
+    return any(part in file for part in ("/site-packages/", "/dist-packages/")) or file.startswith(
+        str(Path(__file__).parents[2])
+    )
+
+
+class _Donating:
+    """A jitted function whose arguments are donated that have a result of their shape and dtype each.
+
+    A script that goes on to use such an argument fails: then this is no remedy for it.
+    """
+
+    def __init__(self, function: Callable[..., Any], plain: Any, jit: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        self._function, self._plain, self._jit = function, plain, jit
+        self._made: dict[tuple[int, ...], Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        import jax
+        from jax.core import Tracer
+
+        leaves = jax.tree.leaves((arguments, named))
+        if named or any(isinstance(leaf, Tracer) for leaf in leaves):
+            return self._plain(*arguments, **named)
+        places = self._given_away(arguments)
+        if places not in self._made:
+            self._made[places] = self._jit(self._function, donate_argnums=places) if places else self._plain
+        return self._made[places](*arguments)
+
+    def _given_away(self, arguments: tuple[Any, ...]) -> tuple[int, ...]:
+        import jax
+
+        results = Counter(
+            (leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(self._plain.eval_shape(*arguments))
+        )
+        # What is given twice cannot be given away.
+        times = Counter(map(id, jax.tree.leaves(arguments)))
+        found = []
+        for place, argument in enumerate(arguments):
+            leaves = jax.tree.leaves(argument)
+            fresh = [leaf for leaf in leaves if isinstance(leaf, jax.Array) and times[id(leaf)] == 1]
+            wanted = Counter((leaf.shape, leaf.dtype) for leaf in fresh)
+            if leaves and len(fresh) == len(leaves) and wanted <= results:
+                results -= wanted
+                found.append(place)
+        return tuple(found)
 
 
 def _in_order(names: dict[str, Any] | None) -> list[Any]:
