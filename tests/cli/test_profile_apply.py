@@ -108,7 +108,7 @@ def test_a_remedy_is_tried(kind: str, tmp_path: Path):
         assert tried["notes"] == ["update is under jax.jit"]
 
 
-@pytest.mark.parametrize("kind", ["pipe", "file"])
+@pytest.mark.parametrize("kind", ["pipe", pytest.param("file", marks=pytest.mark.slow)])
 def test_each_run_reads_the_same_input(kind: str, tmp_path: Path):
     """From where the file was, and though the program does not read to the end."""
     path, text = tmp_path / "script.py", tmp_path / "input.txt"

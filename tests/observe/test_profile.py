@@ -660,6 +660,7 @@ def test_the_difference_of_two_profiles():
     after = replace(
         profile_of(replace(one, name="fusion.7", seconds=1.4, count=6), other, wall=2.0), compiled=2
     )
+    before, after = (replace(each, platform="tpu") for each in (before, after))
     found = diff_profiles(before, after)
     assert found.ratio == 2
     (change,) = found.changes

@@ -33,6 +33,7 @@ from capibara.observe.profile import (
 from capibara.observe.profile import capture as capture_module
 from capibara.observe.profile.arguments import (
     MOST_ARGUMENTS,
+    _sharding_text,
     changes_between,
     pack_arguments,
     program_arguments,
@@ -815,3 +816,9 @@ def test_bad_input_beside_a_plan(tmp_path: Path):
         read_planned_step(tmp_path / "binary")
     with pytest.raises(ProfileError, match="without a program that ran"):
         compare_with_plan(profile_of(), read_planned_step(planned(tmp_path, PLAN)))
+
+
+def test_a_sharding_over_a_mesh_without_devices_has_a_text():
+    mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    assert _sharding_text(sharding).endswith("('data',) over data=4×model=2")

@@ -149,6 +149,7 @@ def test_it_needs_the_compiler_and_settings():
         plan(work, "v5e:1x1", improve=1)
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_bfloat16_is_proposed_by_the_compiler(tmp_path):
     found = plan(

@@ -103,7 +103,7 @@ class JaxBackend(Backend):
             return self._platform
         if self.device is not None:
             return self.device.platform
-        if self.mesh is not None and getattr(self.mesh, "devices", None) is not None:
+        if isinstance(self.mesh, jax.sharding.Mesh):  # an abstract one has no devices
             return self.mesh.devices.flat[0].platform
         return jax.default_backend()
 

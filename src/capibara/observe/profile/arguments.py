@@ -311,14 +311,16 @@ def _plain(value: Any) -> Any:
 
 def _sharding_text(sharding: Any) -> str:
     """``PartitionSpec('d',) over d=4`` rather than JAX's long form; devices only where they are not in their order."""
+    from jax.sharding import Mesh
+
     if sharding is None:
         return ""
     mesh, spec = getattr(sharding, "mesh", None), getattr(sharding, "spec", None)
     if mesh is None or spec is None:
         return _printable(str(sharding))
     axes = "×".join(f"{name}={size}" for name, size in mesh.shape.items())
-    devices = getattr(mesh, "devices", None)  # an abstract mesh has none
-    numbers = [] if devices is None else [device.id for device in devices.flat]
+    # An abstract mesh has no devices.
+    numbers = [device.id for device in mesh.devices.flat] if isinstance(mesh, Mesh) else []
     order = "" if numbers == list(range(len(numbers))) else f" on devices {numbers}"
     kind = getattr(sharding, "memory_kind", None)
     memory = f", {kind}" if kind and kind not in ("device", "unpinned_host") else ""
