@@ -109,3 +109,26 @@ print("RESULT" + json.dumps(float(jnp.abs(found - jax_ops.rotate(x, cos, sin)).m
 def test_features_that_are_cut_are_turned_whole() -> None:
     """The other half of a pair may be on another device."""
     assert run_apart(FEATURES_CUT, XLA_FLAGS=emulated(4)) < 1e-5
+
+
+STARTS = """
+import json
+import numpy as np
+from capibara import compose as ml
+from capibara.jax_versions import backends_started
+
+model = ml.Model()
+model |= ml.LayerNorm()(input="x", output="normed")
+model |= ml.Linear(8)(input="normed", output="y")
+model.expose("y")
+compiled = ml.compile(model, ml.JaxBackend(), shapes={"x": [2, 8, 16]})
+before = backends_started()
+params = compiled.randomize_params(0)
+y = compiled.evaluate(params, {"x": np.zeros((2, 8, 16), "float32")})["y"]
+print("RESULT" + json.dumps([before, backends_started(), list(y.shape)]))
+"""
+
+
+def test_compiling_a_model_starts_no_devices() -> None:
+    """``jax.distributed.initialize`` has to come before that, and may come after a model was compiled."""
+    assert run_apart(STARTS) == [False, True, [2, 8, 8]]

@@ -107,6 +107,15 @@ class JaxBackend(Backend):
             return self.mesh.devices.flat[0].platform
         return jax.default_backend()
 
+    @property
+    def knows_platform(self) -> bool:
+        """Whether :attr:`platform` can be told without starting JAX's devices."""
+        import jax
+
+        return (
+            self._platform is not None or self.device is not None or isinstance(self.mesh, jax.sharding.Mesh)
+        )
+
     def check_axes(self, arrays: Mapping[str, Sequence[str | None] | None]) -> None:
         """Refuse unknown logical axis names, if rules or a mesh were given.
 

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable
 from functools import partial, wraps
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,10 @@ from jax.core import Tracer
 from capibara.compose.backends import jax_ops
 from capibara.ops.registry import is_portable
 
-__all__ = ["on_tpu"]
+if TYPE_CHECKING:
+    from capibara.compose.backends.jax_backend import JaxBackend
+
+__all__ = ["choose_forms", "on_tpu"]
 
 Array = jax.Array
 
@@ -94,3 +97,41 @@ def on_tpu(ops: Any) -> Any:
     }
     same = {name: getattr(ops, name) for name in ops.__all__}
     return SimpleNamespace(**{**same, **own}, __all__=list(ops.__all__))
+
+
+def choose_forms(ops: Any, backend: JaxBackend, mesh: Any | None) -> Any:
+    """The operations of a module in the form for a backend's platform and mesh.
+
+    Where the platform is that of JAX's default device, it is asked for when the first operation is: compiling a model
+    starts no devices, which ``jax.distributed.initialize`` has to come before.
+
+    Args:
+        ops: :mod:`capibara.compose.backends.jax_ops`.
+        backend: of the model. mesh: its mesh with automatic axes, if it has one.
+    """
+
+    def chosen() -> Any:
+        tpu = backend.platform == "tpu"
+        found = on_tpu(ops) if tpu else ops
+        if mesh is None or mesh.size == 1:
+            return found
+        from capibara.compose.backends.jax_parts import on_parts
+
+        return on_parts(found, mesh, backend.rules, tpu=tpu)
+
+    return chosen() if backend.knows_platform else _AtFirstUse(chosen)
+
+
+class _AtFirstUse:
+    """Operations that are chosen when one of them is asked for."""
+
+    def __init__(self, choose: Callable[[], Any]) -> None:
+        self._choose = choose
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python's own questions, of copying and the like
+            raise AttributeError(name)
+        found = self._choose()
+        # From now on they are found without coming here.
+        vars(self).update({each: getattr(found, each) for each in getattr(found, "__all__", vars(found))})
+        return getattr(found, name)

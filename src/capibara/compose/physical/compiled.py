@@ -113,18 +113,14 @@ class CompiledModel:
         exec(_builtin_compile(self.source, filename, "exec"), namespace)
         if program.constants and not getattr(backend, "ops_module", "").endswith("torch_ops"):
             namespace["constants"] = program.constants  # as they were given, on their device
-        tpu = getattr(backend, "type", "jax") == "jax" and getattr(backend, "platform", "") == "tpu"
-        if tpu:
-            from capibara.compose.backends.jax_tpu import on_tpu
-
-            namespace["ops"] = on_tpu(namespace["ops"])
+        mesh = None
         if getattr(backend, "mesh", None) is not None:
             mesh = automatic_mesh(backend.mesh)
             namespace["shard"] = lambda x, names: constrain(x, names, mesh, backend.rules)
-            if mesh.size > 1:
-                from capibara.compose.backends.jax_parts import on_parts
+        if hasattr(backend, "knows_platform"):
+            from capibara.compose.backends.jax_tpu import choose_forms
 
-                namespace["ops"] = on_parts(namespace["ops"], mesh, backend.rules, tpu=tpu)
+            namespace["ops"] = choose_forms(namespace["ops"], backend, mesh)
         namespace["registered"] = {**getattr(backend, "registered_ops", {}), **program.functions}
         self.namespace = namespace
         self.function = namespace["forward"]
