@@ -19,6 +19,7 @@ from capibara.cli._layout_settings import GivenByHand
 from capibara.cli._models import further_config, named_config
 from capibara.cli._serving import add_serving_arguments, check_serving_arguments, run_serving
 from capibara.errors import ConfigError
+from capibara.files import replace_file
 
 if TYPE_CHECKING:
     from capibara.plan import Plan
@@ -56,7 +57,7 @@ _LOCKED = (
         "improve",
         "no_compile",
     ),
-    *("region", "term", "prices", "workers", "report", "lock"),
+    *("region", "term", "prices", "workers", "report", "lock", "export", "output"),
 )
 
 
@@ -115,6 +116,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--report", metavar="FILE", help="also write a page (.html) or figure (.png)")
     parser.add_argument("--lock", metavar="FILE", help="write the result to a lockfile")
     parser.add_argument(
+        "--export",
+        choices=("maxtext", "jax"),
+        help="the best layout as settings of MaxText (a shell script), or as a Python file of NamedSharding",
+    )
+    parser.add_argument("--output", metavar="FILE", help="where --export is written (default: print only it)")
+    parser.add_argument(
         "--check", metavar="FILE", help="recompile a lockfile and compare; exit code 1 if it drifted"
     )
     parser.add_argument(
@@ -141,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
     if args.serve:
         _refuse(
             args,
-            ("explain", "least_memory", "where", "improve", "tolerance", "top"),
+            ("explain", "least_memory", "where", "improve", "tolerance", "top", "export", "output"),
             "cannot be combined with --serve",
         )
         return run_serving(args)
@@ -205,9 +212,14 @@ def run(args: argparse.Namespace) -> int:
             found.report(args.report)
         if args.lock:
             found.lock(args.lock)
+        exported = None if args.export is None else found.export(args.export)
+        if exported is not None and args.output:
+            replace_file(Path(args.output), exported)
     except OSError as error:
         raise ConfigError(f"{error.filename or 'a file'} cannot be written: {error.strerror}") from error
-    if args.json:
+    if exported is not None and not args.output:
+        print(exported, end="")
+    elif args.json:
         print_json({"fits": True, **found.to_json()})
     else:
         _show(found, where=args.where)
@@ -261,7 +273,11 @@ def _check_files(args: argparse.Namespace) -> None:
     """Before minutes are spent on what cannot be written down."""
     if args.report and Path(args.report).suffix.lower() not in (".html", ".png"):
         raise ConfigError(f"--report {args.report}: the name must end in .html or .png")
-    for option in ("report", "lock"):
+    if args.output is not None and args.export is None:
+        raise ConfigError("--output is for --export: give --export maxtext or --export jax")
+    if args.export is not None and args.output is None and (args.json or args.where):
+        raise ConfigError("--export prints only the exported file: add --output FILE for it")
+    for option in ("report", "lock", "output"):
         path = getattr(args, option)
         if path is not None and (
             not path or Path(path).is_dir() or not Path(path).absolute().parent.is_dir()

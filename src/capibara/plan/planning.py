@@ -163,6 +163,26 @@ class Plan:
 
         write_lock(self, path)
 
+    def export(self, format: str) -> str:
+        """The best candidate as a file of another program; see :func:`capibara.plan.export.export_layout`.
+
+        Args:
+          format: ``"maxtext"`` or ``"jax"``.
+
+        Raises:
+          PlanError: an unknown format; MaxText cannot express a setting; or it is the plan of a step function, whose
+            shardings are ``work.specs(found.best.layout)``.
+        """
+        from capibara.plan.export import export_layout
+
+        if self.config is None:
+            raise PlanError(
+                "only the plan of a configuration can be exported: a step function's shardings are "
+                "work.specs(found.best.layout)"
+            )
+        best = self.best
+        return export_layout(self.config, best.layout, self.target, format, coordinates=best.coordinates)
+
     def __str__(self) -> str:
         from capibara.plan.report.table import plan_text
 
