@@ -48,6 +48,7 @@ _LOCKED = (
         "model",
         "topology",
         "view",
+        "dcn_gbps",
         "memory_limit",
         "max_compiles",
         "top",
@@ -77,7 +78,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="folder of a published model, of which only config.json is read, or a GGUF file",
     )
-    parser.add_argument("--topology", help="v4:2x2x4, v4-32, v5p:4x4x4, v5e-16, v6e:4x4 … (default: v4-32)")
+    parser.add_argument(
+        "--topology",
+        help="v4:2x2x4, v4-32, v5p:4x4x4, v5e-16, v6e:4x4 … (default: v4-32); 2xv5p:4x4x4: two slices",
+    )
+    parser.add_argument(
+        "--dcn-gbps",
+        type=float,
+        metavar="RATE",
+        help="network between several slices, Gbit/s for each chip (default: as published for the chip)",
+    )
     parser.add_argument("--view", choices=("chip", "core"), help="what a device is (v4: a chip by default)")
     parser.add_argument(
         "--memory-limit", type=float, metavar="GIB", help="memory limit per device, if below its capacity"
@@ -148,7 +158,17 @@ def run(args: argparse.Namespace) -> int:
     if args.serve:
         _refuse(
             args,
-            ("explain", "least_memory", "where", "improve", "tolerance", "top", "export", "output"),
+            (
+                "explain",
+                "least_memory",
+                "where",
+                "improve",
+                "tolerance",
+                "top",
+                "export",
+                "output",
+                "dcn_gbps",
+            ),
             "cannot be combined with --serve",
         )
         return run_serving(args)
@@ -177,6 +197,7 @@ def run(args: argparse.Namespace) -> int:
                 config,
                 _topology(args),
                 view=args.view,
+                dcn_gbps=args.dcn_gbps,
                 memory_limit_gb=given.memory_limit_gb,
                 compile=_compile(args),
                 max_compiles=args.max_compiles,
@@ -192,7 +213,7 @@ def run(args: argparse.Namespace) -> int:
                 workers=args.workers,
                 progress=progress,
             )
-            notes = (*found.notes, *given.notes(config, found.best.layout.settings()))
+            notes = (*found.notes, *given.notes(config, found.best.training_layout.settings()))
             found = dataclasses.replace(found, config_name=source, base=base, notes=notes)
     except DoesNotFitError as error:
         report = None
@@ -288,13 +309,16 @@ def _check_files(args: argparse.Namespace) -> None:
 def _explained(config: Any, layout: Any, args: argparse.Namespace, limit: float | None, progress: Any) -> Any:
     from capibara.plan import parse_slice
     from capibara.plan.memory import explain_oom
+    from capibara.plan.several import Several
+    from capibara.plan.work import TrainWork
 
     if layout is None:
         return None
+    several = Several.read(_topology(args), args.view, args.dcn_gbps)
     return explain_oom(
-        config,
+        config if several is None else several.share(TrainWork(config)).config,
         layout,
-        parse_slice(_topology(args), args.view),
+        parse_slice(_topology(args), args.view) if several is None else several.target,
         max_compiles=_TRIED,
         memory_limit_gb=limit,
         workers=args.workers,

@@ -23,6 +23,7 @@ from capibara.plan.narrowed import Kept, Narrowed
 from capibara.plan.planned import train_command
 from capibara.plan.program import read_program
 from capibara.plan.search.best_first import Search, search
+from capibara.plan.several import Several
 from capibara.plan.sizes import limit_text, size_text
 from capibara.plan.slices import Slice, parse_slice
 from capibara.plan.time import Part, StepTime, predict_step
@@ -39,7 +40,8 @@ class Plan:
 
     Attributes:
       work: a one-line description.
-      target: the slice.
+      target: the slice; with several, one of them.
+      slices: how many slices there are.
       limit_bytes: memory that a device may use.
       candidates: those that fit, the fastest first.
       refused: layouts that the compiler refused, with its messages.
@@ -67,6 +69,7 @@ class Plan:
     base: ModularModelConfig | None = field(default=None, repr=False)
     least_memory: LeastMemory | None = None
     improvements: tuple[Improvement, ...] = ()
+    slices: int = 1
 
     @property
     def best(self) -> Candidate:
@@ -91,8 +94,8 @@ class Plan:
 
     @property
     def num_chips(self) -> int:
-        """Chips of the slice."""
-        return self.target.num_chips
+        """Chips of all slices."""
+        return self.target.num_chips * self.slices
 
     @property
     def step_seconds(self) -> float:
@@ -111,7 +114,7 @@ class Plan:
 
     def overrides(self) -> list[str]:
         """``key=value`` settings of the best candidate, each an argument of ``capibara train``."""
-        return self.best.layout.overrides()
+        return self.best.training_layout.overrides()
 
     def command(self) -> str | None:
         """The command line that trains the best candidate; None if the source of the configuration is not known.
@@ -121,7 +124,7 @@ class Plan:
         """
         if self.config is None or self.config_name is None or not self.candidates:
             return None
-        return train_command(self.config, self.best.layout, self.config_name, self.base)
+        return train_command(self.config, self.best.training_layout, self.config_name, self.base)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for scripts."""
@@ -129,6 +132,7 @@ class Plan:
             "work": self.work,
             "topology": self.target.text,
             "slice": self.target.slice_name,
+            "slices": self.slices,
             "view": self.target.view,
             "limit_bytes": self.limit_bytes,
             "considered": self.considered,
@@ -181,7 +185,14 @@ class Plan:
                 "work.specs(found.best.layout)"
             )
         best = self.best
-        return export_layout(self.config, best.layout, self.target, format, coordinates=best.coordinates)
+        return export_layout(
+            self.config,
+            best.training_layout,
+            self.target,
+            format,
+            slices=self.slices,
+            coordinates=best.coordinates,
+        )
 
     def __str__(self) -> str:
         from capibara.plan.report.table import plan_text
@@ -197,6 +208,7 @@ def plan(
     topology: str | Slice = "v4-32",
     *,
     view: str | None = None,
+    dcn_gbps: float | None = None,
     memory_limit_gb: float | None = None,
     compile: bool | None = None,
     max_compiles: int = 8,
@@ -220,8 +232,12 @@ def plan(
 
     Args:
       work: a configuration, its name or path (as ``ModularModelConfig.from_toml``), or a :class:`Work`.
-      topology: ``"v4:2x2x4"``, ``"v4-32"``, ``"v5p:4x4x4"``, ``"v6e-16"`` …
+      topology: ``"v4:2x2x4"``, ``"v4-32"``, ``"v5p:4x4x4"``, ``"v6e-16"`` … or, of several slices, ``"2xv5p:4x4x4"``:
+        each has the whole model and its share of the batch, and they exchange gradients
+        (:mod:`capibara.plan.time.network`).
       view: ``"chip"`` or ``"core"``, what a device is; by default a chip, if its cores can act as one.
+      dcn_gbps: gigabits a second, one way, that a chip has of the network between several slices; by default as
+        published.
       memory_limit_gb: GiB that a device may use, if less than it has. The compiler is told so, and makes programs
         smaller that are a little too large; training is told by the layout's flags.
       compile: whether to compile; otherwise figures are estimates and labelled as such. By default if the TPU
@@ -245,11 +261,15 @@ def plan(
       PlanError: an invalid slice, a batch that cannot be divided, or the compiler failed for another reason.
       CompilerMissingError: ``compile`` is requested and the TPU compiler is not installed.
     """
-    target = parse_slice(topology, view)
-    task = _work(work)
+    several = Several.read(topology, view, dcn_gbps)
+    target = parse_slice(topology, view) if several is None else several.target
+    whole = _work(work)
+    task = whole if several is None else several.share(whole)
     limit = limit_of(target, memory_limit_gb)
     if isinstance(improve, bool) or not isinstance(improve, int) or improve < 0:
         raise PlanError(f"improve={improve!r} must be an integer from 0")
+    if improve and several is not None and several.count > 1:
+        raise PlanError("improve: changes are compiled for one slice. Leave it out, or plan one slice")
     if improve and not isinstance(task, TrainWork):
         raise PlanError("improve: a step function has no settings to change. Leave it out")
     check_counts(max_compiles=max_compiles, top=top, **({} if workers is None else {"workers": workers}))
@@ -331,8 +351,11 @@ def plan(
             )
         candidates, counts = _uncompiled(narrowed, target, limit, price)
         refused = ()
+    if several is not None and isinstance(task, TrainWork):
+        candidates = several.joined(candidates, task.config)
+        notes += several.notes(candidates[0])
     return Plan(
-        work=task.title,
+        work=whole.title,
         target=target,
         limit_bytes=limit,
         candidates=tuple(candidates[:top]),
@@ -341,7 +364,8 @@ def plan(
         promising=counts[1],
         compiled=counts[2],
         notes=tuple(notes),
-        config=task.config if isinstance(task, TrainWork) else None,
+        config=whole.config if isinstance(whole, TrainWork) else None,
+        slices=1 if several is None else several.count,
         config_name=os.fspath(work) if isinstance(work, str | os.PathLike) else None,
         least_memory=least,
         improvements=improvements,

@@ -34,7 +34,8 @@ def print_plan(plan: Plan, console: Any, *, where: bool = False) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console.print(Text(f"{plan.work}\non {plan.target}; {limit_text(plan.target, plan.limit_bytes)}"))
+    place = f"{plan.target}" if plan.slices == 1 else f"{plan.slices} slices, each {plan.target}"
+    console.print(Text(f"{plan.work}\non {place}; {limit_text(plan.target, plan.limit_bytes)}"))
     scale, unit = unit_of(max((c.hbm_bytes for c in plan.candidates), default=plan.limit_bytes))
     # Of the longest step, so that none has more places than the column.
     tick = next(
@@ -145,7 +146,7 @@ def _improvement_lines(improvements: Sequence[Improvement]) -> list[str]:
 
 def _run_lines(plan: Plan) -> list[str]:
     """How to run the best candidate: a command line, its settings, or the arguments of a step function."""
-    layout = plan.best.layout
+    layout = plan.best.training_layout
     if plan.config is None:
         flags = " ".join(f"{name}={value}" for name, value in layout.flags)
         return [f"       as      {layout}", f"       flags   {flags or 'none'}"]
