@@ -212,6 +212,25 @@ def test_more_microbatches_exchange_more():
     assert four.bytes == 4 * one.bytes
 
 
+def test_the_best_of_several_slices_is_compiled():
+    """One that was only scheduled may promise more, and does not come first."""
+
+    @dataclass(frozen=True)
+    class Program:
+        complete: bool
+
+    several = Several.read("2xv5e:2x2")
+    assert several is not None
+    one = plan(tiny("train.batch_size=8"), "v5e:2x2", compile=False).best
+    programs: list[Any] = [Program(False), Program(True), Program(True)]
+    mixed = [
+        replace(one, program=program, time=replace(one.time, seconds=one.time.seconds * times))
+        for program, times in zip(programs, (1, 3, 2), strict=True)
+    ]
+    joined = several.joined(mixed, tiny("train.batch_size=8"))
+    assert [each.program for each in joined] == [programs[2], programs[0], programs[1]]
+
+
 def test_what_cannot_be_shared_is_refused():
     with pytest.raises(PlanError, match=r"train\.batch_size=16 must be a multiple of the 3 slices"):
         plan(tiny(), "3xv5e:2x2", compile=False)

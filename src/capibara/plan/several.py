@@ -130,7 +130,7 @@ class Several:
         )
 
     def joined(self, candidates: Iterable[Candidate], config: ModularModelConfig) -> list[Candidate]:
-        """Candidates of one slice's share as those of all slices, the fastest first.
+        """Candidates of one slice's share as those of all slices: the fastest that was compiled, then the others.
 
         Args:
           config: the share.
@@ -148,7 +148,10 @@ class Several:
                     flops=None if one.flops is None else one.flops * self.count,
                 )
             )
-        return sorted(found, key=lambda each: each.step_seconds)
+        found.sort(key=lambda each: each.step_seconds)
+        # As in the plan of one slice, the best is not one that was only scheduled.
+        best = next((n for n, each in enumerate(found) if not each.scheduled), 0)
+        return [found[best], *found[:best], *found[best + 1 :]]
 
     def notes(self, best: Candidate) -> list[str]:
         """What was assumed of the network."""
