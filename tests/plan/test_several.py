@@ -16,6 +16,7 @@ from capibara.hardware import get_chip
 from capibara.hardware.meshes import arrange_devices
 from capibara.plan import PlanError, parse_slice, plan, step_work
 from capibara.plan.compiler import ProgramCache, compile_program
+from capibara.plan.planned import read_planned
 from capibara.plan.program import read_program
 from capibara.plan.program.groups import mesh_axes_of
 from capibara.plan.several import Several
@@ -195,6 +196,11 @@ def test_a_plan_over_two_slices(parameters, tmp_path):
     assert "2 slices, each v5e:2x2 (4 chips" in str(two)
     data = json.loads(json.dumps(two.to_json()))
     assert (data["slices"], data["candidates"][0]["chips"]) == (2, 8)
+    # So does the file of --json, which training takes (--plan).
+    (tmp_path / "plan.json").write_text(json.dumps({"fits": True, **data}))
+    planned = read_planned(tmp_path / "plan.json")
+    assert planned.layout == two.best.training_layout
+    assert planned.config.train.batch_size == config.train.batch_size
     compiled = replace(two, candidates=(replace(two.best, memory_source="compiler"),))
     with pytest.raises(PlanError, match=r"only the plan of one slice.*train\.batch_size=8"):
         compiled.lock(tmp_path / "plan.lock")

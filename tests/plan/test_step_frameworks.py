@@ -265,7 +265,7 @@ def test_the_examples_of_the_page_are_compiled(tmp_path, monkeypatch):
 
     def compiled(work: Any, topology: str, *, compile: bool) -> Any:
         assert compile is False  # what the page has
-        plans.append(whole(work, topology, max_compiles=2, cache=tmp_path, workers=1))
+        plans.append(whole(work, topology, max_compiles=1, cache=tmp_path, workers=1))
         return plans[-1]
 
     monkeypatch.setattr(capibara.plan, "plan", compiled)

@@ -159,7 +159,7 @@ class Several:
         if exchange is None or self.count == 1:
             return []
         return [
-            f"{self.count} slices: the step is compiled for one with its share of the batch. Added are "
+            f"{self.count} slices: the step is that of one with its share of the batch. Added are "
             f"{exchange.seconds:.3g} s for the gradients, {size_text(round(exchange.bytes))} a chip in float32, over "
             f"the data centre's network at {self.bandwidth / _GBPS:.3g} Gbit/s a chip [{self.source}], none of it "
             "hidden behind work (--dcn-gbps: another rate)"
