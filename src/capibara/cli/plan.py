@@ -55,6 +55,7 @@ _LOCKED = (
         "where",
         "improve",
         "no_compile",
+        "layout",
     ),
     *("region", "term", "prices", "workers", "report", "lock"),
 )
@@ -85,6 +86,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-compiles", type=int, default=8, metavar="N", help="layouts to compile (default: 8)"
     )
     parser.add_argument("--top", type=int, default=5, metavar="N", help="layouts to list (default: 5)")
+    parser.add_argument(
+        "--layout",
+        metavar="SETTINGS",
+        help="your own layout, to be priced beside the pick: 'tpu.topology=16x1 model.remat=dots', or a lockfile",
+    )
     parser.add_argument(
         "--least-memory",
         action="store_true",
@@ -141,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
     if args.serve:
         _refuse(
             args,
-            ("explain", "least_memory", "where", "improve", "tolerance", "top"),
+            ("explain", "least_memory", "where", "improve", "tolerance", "top", "layout"),
             "cannot be combined with --serve",
         )
         return run_serving(args)
@@ -165,7 +171,10 @@ def run(args: argparse.Namespace) -> int:
     if args.workers is not None and args.workers < 1:
         raise ConfigError(f"--workers must be at least 1, got {args.workers}")
     try:
-        with _progress(args.max_compiles + (_PROPOSED if args.improve else 0), quiet=args.json) as progress:
+        with _progress(
+            args.max_compiles + (_PROPOSED if args.improve else 0) + (args.layout is not None),
+            quiet=args.json,
+        ) as progress:
             found = plan(
                 config,
                 _topology(args),
@@ -175,6 +184,7 @@ def run(args: argparse.Namespace) -> int:
                 max_compiles=args.max_compiles,
                 top=args.top,
                 keep=given.kept,
+                layout=args.layout,
                 least_memory=args.least_memory,
                 improve=_IMPROVEMENTS if args.improve else 0,
                 fixed=() if base is None else _OF_WEIGHTS,
@@ -250,7 +260,7 @@ def _refuse(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
 
 def _check_given(args: argparse.Namespace) -> None:
     """Refuse empty texts, such as those of a shell's variables that are not set."""
-    for name in ("config", "model", "topology", "region", "term", "prices", "cache", "check"):
+    for name in ("config", "model", "topology", "region", "term", "prices", "cache", "check", "layout"):
         if getattr(args, name) == "":
             raise ConfigError(f"--{name}: got '', expected a value. Leave the option out for its default")
     if args.memory_limit is not None and not 0 < args.memory_limit < float("inf"):
@@ -326,8 +336,10 @@ def _progress(most: int, *, quiet: bool) -> Iterator[Callable[[str, Layout, Any]
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+    from capibara.plan.report.labels import ProgressLabels
     from capibara.plan.sizes import size_text
 
+    labels = ProgressLabels()
     started: dict[Any, float] = {}
     console = Console(stderr=True, highlight=False)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -338,7 +350,7 @@ def _progress(most: int, *, quiet: bool) -> Iterator[Callable[[str, Layout, Any]
         def step(event: str, layout: Any, program: Any) -> None:
             if event == "start":
                 started[layout] = time.perf_counter()
-                bar.update(task, description=f"compiling {layout}")
+                bar.update(task, description=f"compiling {labels.of(layout)}")
                 return
             took = (
                 "cached"
@@ -347,7 +359,7 @@ def _progress(most: int, *, quiet: bool) -> Iterator[Callable[[str, Layout, Any]
             )
             words = {"oom": "does not fit", "error": "failed"}
             size = size_text(program.memory.total) if program.memory else words[program.status]
-            bar.console.print(f"{layout}: {size} ({took})", soft_wrap=True)
+            bar.console.print(f"{labels.of(layout)}: {size} ({took})", soft_wrap=True)
             bar.advance(task)
 
         yield step

@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from capibara.config import ModularModelConfig
+from capibara.errors import ConfigError
 from capibara.hardware import Price
 from capibara.plan.attribution import Attribution, attribute
 from capibara.plan.candidate import Candidate
 from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_program, find_compiler
+from capibara.plan.compiler.limits import within
 from capibara.plan.errors import CompilationError, CompilerMissingError, DoesNotFitError, PlanError
 from capibara.plan.grids import MOST_CHIPS, at_least
 from capibara.plan.improvements import Improvement, find_improvements
 from capibara.plan.memory.least import LeastMemory, find_least_memory
 from capibara.plan.narrowed import Kept, Narrowed
+from capibara.plan.own import OwnLayout, read_layout, why_not
 from capibara.plan.planned import train_command
 from capibara.plan.program import read_program
 from capibara.plan.search.best_first import Search, search
@@ -48,6 +51,7 @@ class Plan:
       least_memory: the least memory that the compiler fits the best candidate into, if that was asked for and is less
         than what it takes otherwise.
       improvements: changes of settings that give more tokens per second, if they were asked for, the best first.
+      own: the user's own layout, if one was given; where it fits it is one of the candidates, too.
       config: the configuration that was planned; None for a step function.
       config_name: the file or packaged name that it comes from, if that is known; with ``base`` a model's folder.
       base: the settings with which that model is trained if nothing else is said.
@@ -67,6 +71,7 @@ class Plan:
     base: ModularModelConfig | None = field(default=None, repr=False)
     least_memory: LeastMemory | None = None
     improvements: tuple[Improvement, ...] = ()
+    own: OwnLayout | None = None
 
     @property
     def best(self) -> Candidate:
@@ -140,6 +145,7 @@ class Plan:
             "where": None if self.where is None else self.where.to_json(),
             "least_memory": None if self.least_memory is None else self.least_memory.to_json(),
             "improvements": [each.to_json() for each in self.improvements],
+            "own": None if self.own is None else self.own.to_json(self.best if self.fits else None),
             "refused": [{"layout": layout.to_json(), "message": message} for layout, message in self.refused],
         }
 
@@ -182,6 +188,7 @@ def plan(
     max_compiles: int = 8,
     top: int = 5,
     keep: Iterable[str] = (),
+    layout: Layout | str | os.PathLike[str] | Iterable[str] | None = None,
     least_memory: bool = False,
     improve: int = 0,
     fixed: Iterable[str] = (),
@@ -209,6 +216,9 @@ def plan(
       max_compiles: maximum number of layouts to compile. top: how many to report.
       keep: settings of the configuration that a plan otherwise chooses, and shall not: any of
         :data:`capibara.plan.narrowed.LAYOUT_SETTINGS`, such as ``"model.remat"``.
+      layout: your own layout, to be compiled and priced beside the pick (:attr:`Plan.own`): a :class:`Layout`,
+        ``key=value`` settings (those not given are the configuration's), or the path of a lockfile. One that cannot
+        be divided or does not fit is reported with the reason.
       least_memory: also find the least memory that the compiler fits the best layout into, and its step time; a few
         further compilations.
       improve: of changes of settings that a plan may not choose (dtypes, sizes, the batch), so many that give most
@@ -234,6 +244,7 @@ def plan(
         raise PlanError("improve: a step function has no settings to change. Leave it out")
     check_counts(max_compiles=max_compiles, top=top, **({} if workers is None else {"workers": workers}))
     notes: list[str] = []
+    given = None if layout is None else within(read_layout(layout, task), limit, target)
     narrowed = Narrowed(task, limit, _kept(task, keep, notes))
     notes += host_notes(target)
     price = price_of(target, region, term, prices, notes)
@@ -270,10 +281,14 @@ def plan(
             for each in found.fitting
         ]
         refused = tuple((c.layout, c.program.message) for c in found.compiled if c.seconds is None)
-        _check(found, narrowed, target, limit)
+        own = None if given is None else _own(task, target, given, limit, price, store, progress)
+        candidates = _with_own(candidates, own, narrowed)
+        if not candidates:
+            _check(found, narrowed, target, limit)
         counts = (found.considered, found.promising, len(found.compiled))
         if least_memory:
-            first = found.fitting[0]
+            first = candidates[0]
+            assert first.program is not None
             try:
                 least = find_least_memory(
                     task, target, first.layout, first.program, cache=store, progress=progress
@@ -309,13 +324,14 @@ def plan(
                 "the memory is that of the step's arguments: outputs that take no argument's place and temporaries are "
                 "known only to the compiler"
             )
-        candidates, counts = _uncompiled(narrowed, target, limit, price)
+        own = None if given is None else _own_estimate(task, target, given, limit, price)
+        candidates, counts = _uncompiled(narrowed, target, limit, price, own)
         refused = ()
     return Plan(
         work=task.title,
         target=target,
         limit_bytes=limit,
-        candidates=tuple(candidates[:top]),
+        candidates=_shown(candidates, top, own),
         refused=refused,
         considered=counts[0],
         promising=counts[1],
@@ -325,6 +341,7 @@ def plan(
         config_name=os.fspath(work) if isinstance(work, str | os.PathLike) else None,
         least_memory=least,
         improvements=improvements,
+        own=own,
     )
 
 
@@ -433,32 +450,95 @@ def _compiled_candidate(
     )
 
 
+def _own(
+    task: Work,
+    target: Slice,
+    layout: Layout,
+    limit: int,
+    price: Price | None,
+    cache: ProgramCache,
+    progress: Progress | None,
+) -> OwnLayout:
+    """The user's own layout, compiled."""
+    if reason := why_not(task, layout, target):
+        return OwnLayout(layout, reason=reason)
+    try:
+        program, candidate = candidate_of(task, target, layout, price=price, cache=cache, progress=progress)
+    except (ConfigError, PlanError) as error:
+        return OwnLayout(layout, reason=str(error))
+    if candidate is None and program.status == "oom" and program.needed_bytes:
+        return OwnLayout(layout, reason=_takes(program.needed_bytes, target, limit, "by the compiler"))
+    if candidate is None:
+        return OwnLayout(layout, reason=program.message)
+    if candidate.hbm_bytes > limit:
+        return OwnLayout(layout, candidate, _takes(candidate.hbm_bytes, target, limit, "by the compiler"))
+    return OwnLayout(layout, candidate)
+
+
+def _own_estimate(task: Work, target: Slice, layout: Layout, limit: int, price: Price | None) -> OwnLayout:
+    """The user's own layout, estimated."""
+    if reason := why_not(task, layout, target):
+        return OwnLayout(layout, reason=reason)
+    try:
+        candidate = _estimated_candidate(task, target, layout, task.rough(layout, target), price)
+    except (ConfigError, PlanError) as error:
+        return OwnLayout(layout, reason=str(error))
+    if candidate.hbm_bytes > limit:
+        return OwnLayout(layout, candidate, _takes(candidate.hbm_bytes, target, limit, "estimated"))
+    return OwnLayout(layout, candidate)
+
+
+def _takes(size: int, target: Slice, limit: int, source: str) -> str:
+    return f"it takes {size_text(size)} a device ({source}), and {limit_text(target, limit)}"
+
+
+def _with_own(candidates: list[Candidate], own: OwnLayout | None, narrowed: Narrowed) -> list[Candidate]:
+    """The candidates with the user's own layout in its place, if it fits and has what is kept."""
+    if own is None or own.candidate is None or own.reason or not narrowed.keeps(own.layout):
+        return candidates
+    others = [each for each in candidates if each.layout != own.layout]
+    return sorted([own.candidate, *others], key=lambda each: each.step_seconds)
+
+
+def _shown(candidates: list[Candidate], top: int, own: OwnLayout | None) -> tuple[Candidate, ...]:
+    """The first, and the user's own wherever it stands."""
+    return tuple(
+        each
+        for number, each in enumerate(candidates)
+        if number < top or (own is not None and each is own.candidate)
+    )
+
+
 def _uncompiled(
-    task: Work, target: Slice, limit: int, price: Price | None
+    task: Narrowed, target: Slice, limit: int, price: Price | None, own: OwnLayout | None = None
 ) -> tuple[list[Candidate], tuple[int, int, int]]:
     rough = {layout: task.rough(layout, target) for layout in task.layouts(target)}
-    if not rough:
-        raise _no_layout(task, target)
     fitting = {k: r for k, r in rough.items() if r.hbm_bytes <= limit and k.offload == "none"}
     fitting = fitting or {k: r for k, r in rough.items() if r.hbm_bytes <= limit}
-    if not fitting:
+    ordered = sorted(fitting, key=lambda k: fitting[k].seconds)
+    candidates = [_estimated_candidate(task, target, layout, fitting[layout], price) for layout in ordered]
+    candidates = _with_own(candidates, own, task)
+    if not candidates and not rough:
+        raise _no_layout(task, target)
+    if not candidates:
         least = min(rough.values(), key=lambda r: r.hbm_bytes)
         raise DoesNotFitError(_does_not_fit(task, target, limit, least.hbm_bytes, least.memory, "estimated"))
-    ordered = sorted(fitting, key=lambda k: fitting[k].seconds)
-    candidates = [
-        Candidate(
-            layout=layout,
-            target=target,
-            memory=dict(fitting[layout].memory),
-            memory_source="analytic",
-            time=_rough_time(fitting[layout]),
-            tokens=task.tokens,
-            flops=task.flops,
-            price=price,
-        )
-        for layout in ordered
-    ]
     return candidates, (len(rough), len(fitting), 0)
+
+
+def _estimated_candidate(
+    task: Work, target: Slice, layout: Layout, rough: Rough, price: Price | None
+) -> Candidate:
+    return Candidate(
+        layout=layout,
+        target=target,
+        memory=dict(rough.memory),
+        memory_source="analytic",
+        time=_rough_time(rough),
+        tokens=task.tokens,
+        flops=task.flops,
+        price=price,
+    )
 
 
 def _rough_time(rough: Rough) -> StepTime:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from capibara.errors import MissingExtraError
-from capibara.plan.report.labels import distinct_flags, mesh_word, sharding_word
+from capibara.plan.report.labels import differences, mesh_word, sharding_word
 from capibara.plan.sizes import unit_of
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def _labels(plan: Plan) -> list[str]:
     return [
         f"{mesh_word(layout)}\n{sharding_word(layout)}, remat {layout.remat}, {layout.microbatches} micro"
         + "".join(f"\n{flag}" for flag in flags.split())
-        for layout, flags in zip(layouts, distinct_flags(layouts), strict=True)
+        for layout, flags in zip(layouts, differences(layouts), strict=True)
     ]
 
 
