@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from capibara.plan.memory import estimate_memory
     from capibara.plan.planning import Plan, plan
     from capibara.plan.serving import ServingPlan, UnreachableTargetError, plan_serving
+    from capibara.plan.several import SlicesPlan, plan_slices
     from capibara.plan.sharding import create_mesh_sharding, create_training_mesh, optimize_sharding_strategy
     from capibara.plan.slices import Slice, parse_slice
     from capibara.plan.step import step_work
@@ -49,6 +50,7 @@ __all__ = [
     "PlanError",
     "ServingPlan",
     "Slice",
+    "SlicesPlan",
     "TpuCostOptimizer",
     "UnreachableTargetError",
     "Workload",
@@ -62,6 +64,7 @@ __all__ = [
     "parse_slice",
     "plan",
     "plan_serving",
+    "plan_slices",
     "record_fingerprints",
     "step_work",
 ]
@@ -81,6 +84,7 @@ _HOMES = {
     "memory": ("estimate_memory",),
     "planning": ("Layout", "Plan", "plan"),
     "serving": ("ServingPlan", "UnreachableTargetError", "plan_serving"),
+    "several": ("SlicesPlan", "plan_slices"),
     "sharding": ("create_mesh_sharding", "create_training_mesh", "optimize_sharding_strategy"),
     "slices": ("Slice", "parse_slice"),
     "step": ("step_work",),

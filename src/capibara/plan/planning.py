@@ -33,7 +33,7 @@ from capibara.plan.validation import COMPILE_REMEDY, check_counts, host_notes, l
 from capibara.plan.work import Rough, TrainWork, Work
 from capibara.sharding import Layout
 
-__all__ = ["Plan", "candidate_of", "memory_by_kind", "plan"]
+__all__ = ["Plan", "Progress", "as_work", "candidate_of", "memory_by_kind", "plan"]
 
 
 @dataclass(frozen=True)
@@ -235,8 +235,13 @@ def plan(
       PlanError: an invalid slice, a batch that cannot be divided, or the compiler failed for another reason.
       CompilerMissingError: ``compile`` is requested and the TPU compiler is not installed.
     """
+    if not isinstance(topology, str | Slice):
+        raise PlanError(
+            f"topology: got {type(topology).__name__}, expected one slice, as 'v4-32'. capibara.plan.plan_slices "
+            "compares several"
+        )
     target = parse_slice(topology, view)
-    task = _work(work)
+    task = as_work(work)
     limit = limit_of(target, memory_limit_gb)
     if isinstance(improve, bool) or not isinstance(improve, int) or improve < 0:
         raise PlanError(f"improve={improve!r} must be an integer from 0")
@@ -622,7 +627,12 @@ def _trains(work: Work) -> bool:
     return isinstance(work.work if isinstance(work, Narrowed) else work, TrainWork)
 
 
-def _work(work: Any) -> Work:
+def as_work(work: Any) -> Work:
+    """A step that can be planned, of a configuration, its name or path, or itself.
+
+    Raises:
+      PlanError: it is something else. ConfigError: an unknown configuration.
+    """
     if isinstance(work, str | os.PathLike):
         return TrainWork(ModularModelConfig.from_toml(Path(work) if isinstance(work, os.PathLike) else work))
     if isinstance(work, ModularModelConfig):

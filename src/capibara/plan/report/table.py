@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from capibara.plan.memory.least import LeastMemory
     from capibara.plan.planning import Plan
 
-__all__ = ["candidate_lines", "plan_text", "print_plan", "print_whole"]
+__all__ = ["candidate_lines", "digits", "dollars", "plan_text", "print_plan", "print_whole"]
 
 # Characters of a column that says what else sets rows apart.
 _SHORT = 24
@@ -135,12 +135,12 @@ def _row(rank: str, c: Candidate, scale: int, tick: float) -> Sequence[str]:
         c.layout.remat,
         str(c.layout.microbatches),
         f"{c.hbm_bytes / scale:.2f}",
-        _digits(c.step_seconds / tick),
-        f"{_digits(c.time.low / tick)}–{_digits(c.time.high / tick)}",
+        digits(c.step_seconds / tick),
+        f"{digits(c.time.low / tick)}–{digits(c.time.high / tick)}",
         _number(c.tokens_per_second),
         "" if c.mfu is None else f"{c.mfu:.1%}",
-        _price(c.usd_per_step),
-        _price(c.usd_per_billion_tokens),
+        dollars(c.usd_per_step),
+        dollars(c.usd_per_billion_tokens),
     )
 
 
@@ -177,8 +177,8 @@ def _own_lines(plan: Plan) -> list[str]:
         "step_seconds": f"{c.step_seconds:.3g} s a step",
         "hbm_bytes": f"memory {size_text(c.hbm_bytes)}",
         "tokens_per_second": f"{_number(c.tokens_per_second)} tokens/s",
-        "usd_per_step": f"${_price(c.usd_per_step)} a step",
-        "usd_per_billion_tokens": f"${_price(c.usd_per_billion_tokens)} a billion tokens",
+        "usd_per_step": f"${dollars(c.usd_per_step)} a step",
+        "usd_per_billion_tokens": f"${dollars(c.usd_per_billion_tokens)} a billion tokens",
     }
     parts = [f"{figures[name]} ({ratio - 1:+.1%})" for name, ratio in own.beside(plan.best).items()]
     names = [each.name for each in fields(c.layout)]
@@ -237,12 +237,12 @@ def _footer(plan: Plan) -> list[str]:
     return [*lines, *(f"note: {note}" for note in plan.notes)]
 
 
-def _digits(value: float) -> str:
+def digits(value: float) -> str:
     """Three digits, without an exponent."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def _price(usd: float | None) -> str:
+def dollars(usd: float | None) -> str:
     """Dollars, in about three digits."""
     if usd is None:
         return ""
