@@ -26,7 +26,7 @@ TINY = (
 @pytest.fixture
 def planned_once(monkeypatch):
     """Estimates of the same slice are the same: each is made once in this file."""
-    from capibara.plan import several
+    from capibara.plan import comparison
 
     def once(work, target, **rest):
         settings = {name: value for name, value in rest.items() if name not in ("progress",)}
@@ -35,7 +35,7 @@ def planned_once(monkeypatch):
             PLANS[key] = plan(work, target, **rest)
         return PLANS[key]
 
-    monkeypatch.setattr(several, "plan", once)
+    monkeypatch.setattr(comparison, "plan", once)
 
 
 PLANS: dict[str, Plan] = {}

@@ -16,6 +16,7 @@ require_supported_jax()
 
 if TYPE_CHECKING:
     from capibara.plan.candidate import Candidate
+    from capibara.plan.comparison import SlicesPlan, plan_slices
     from capibara.plan.cost import TpuCostOptimizer, estimate_operation_cost
     from capibara.plan.errors import CompilationError, CompilerMissingError, DoesNotFitError, PlanError
     from capibara.plan.fingerprints import (
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from capibara.plan.memory import estimate_memory
     from capibara.plan.planning import Plan, plan
     from capibara.plan.serving import ServingPlan, UnreachableTargetError, plan_serving
-    from capibara.plan.several import SlicesPlan, plan_slices
     from capibara.plan.sharding import create_mesh_sharding, create_training_mesh, optimize_sharding_strategy
     from capibara.plan.slices import Slice, parse_slice
     from capibara.plan.step import step_work
@@ -71,6 +71,7 @@ __all__ = [
 
 _HOMES = {
     "candidate": ("Candidate",),
+    "comparison": ("SlicesPlan", "plan_slices"),
     "cost": ("TpuCostOptimizer", "estimate_operation_cost"),
     "errors": ("CompilationError", "CompilerMissingError", "DoesNotFitError", "PlanError"),
     "fingerprints": (
@@ -84,7 +85,6 @@ _HOMES = {
     "memory": ("estimate_memory",),
     "planning": ("Layout", "Plan", "plan"),
     "serving": ("ServingPlan", "UnreachableTargetError", "plan_serving"),
-    "several": ("SlicesPlan", "plan_slices"),
     "sharding": ("create_mesh_sharding", "create_training_mesh", "optimize_sharding_strategy"),
     "slices": ("Slice", "parse_slice"),
     "step": ("step_work",),

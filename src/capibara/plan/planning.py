@@ -618,7 +618,8 @@ def _no_layout(task: Work, target: Slice) -> PlanError:
         )
     return PlanError(
         f"no mesh of {target.num_devices} devices divides the work ({task.title}): train.batch_size must be a multiple "
-        f"of the devices along 'data', and model.num_heads of those along 'model', together {target.num_devices}"
+        "of the devices along 'data', model.num_heads of those along 'model', and model.num_layers of those along "
+        f"'pipeline', together {target.num_devices}"
     )
 
 

@@ -10,7 +10,7 @@ from capibara.plan.report.table import digits, dollars, print_whole
 from capibara.plan.sizes import unit_of
 
 if TYPE_CHECKING:
-    from capibara.plan.several import SliceRow, SlicesPlan
+    from capibara.plan.comparison import SliceRow, SlicesPlan
 
 __all__ = ["print_slices", "slices_text"]
 
