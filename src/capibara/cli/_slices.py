@@ -54,7 +54,7 @@ def names_several(args: argparse.Namespace) -> bool:
 def run_slices(
     args: argparse.Namespace,
     config: ModularModelConfig,
-    source: str,
+    source: str | None,
     base: ModularModelConfig | None,
     given: GivenByHand,
     *,

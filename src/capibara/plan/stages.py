@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from capibara.config import ModularModelConfig
 from capibara.errors import ConfigError
@@ -20,8 +21,9 @@ __all__ = ["can_have_stages", "kept_inputs", "stage_of", "ticks"]
 
 def can_have_stages(config: ModularModelConfig, stages: int) -> bool:
     """Whether the model can be divided into so many equal stages."""
+    whole: Any = config  # frozen, and so hashable
     try:
-        _shortened(config, stages)
+        _shortened(whole, stages)
     except PlanError:
         return False
     return True
@@ -36,11 +38,12 @@ def stage_of(config: ModularModelConfig, layout: Layout) -> tuple[ModularModelCo
     if layout.stages == 1:
         return config, layout
     mesh = tuple(pair for pair in layout.mesh if pair[0] != "pipeline") or (("data", 1),)
-    return _shortened(config, layout.stages), replace(layout, mesh=mesh)
+    whole: Any = config
+    return _shortened(whole, layout.stages), replace(layout, mesh=mesh)
 
 
 @lru_cache(maxsize=256)
-def _shortened(config: ModularModelConfig, stages: int) -> ModularModelConfig:
+def _shortened(config: Any, stages: int) -> ModularModelConfig:
     from capibara.core.pipelined import check_stages  # imports JAX, which the rest here does not need
 
     try:
