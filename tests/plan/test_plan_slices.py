@@ -137,6 +137,20 @@ def test_a_slice_on_which_nothing_fits_is_a_row():
     assert not plan_slices(PRODUCTION, ["v5e:1x1"], compile=False, memory_limit_gb=0.1).fits
 
 
+def test_a_layout_of_ones_own_on_each_slice():
+    """Of four devices it can run on one of the two."""
+    tiny = ModularModelConfig.from_toml("demo", TINY)
+    found = plan_slices(tiny, ["v5e:2x2", "v5e:2x4"], compile=False, layout="tpu.topology=4x1")
+    lines = str(found).splitlines()
+    (fits,) = [line for line in lines if line.startswith("v5e:2x2: yours  ")]
+    assert "beside the pick" in fits or "is the pick" in fits
+    (other,) = [line for line in lines if line.startswith("v5e:2x4: yours  ")]
+    assert "its mesh has 4 devices" in other
+    data = {row["topology"]: row["own"] for row in found.to_json()["slices"]}
+    assert data["v5e:2x2"]["reason"] is None
+    assert data["v5e:2x4"]["candidate"] is None
+
+
 def test_a_slice_without_a_price_is_a_row(tmp_path):
     path = tmp_path / "prices.toml"
     path.write_text(

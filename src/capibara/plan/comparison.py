@@ -62,6 +62,7 @@ class SliceRow:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
+        own = None if self.plan is None else self.plan.own
         return {
             "topology": self.target.text,
             "slice": self.target.slice_name,
@@ -74,6 +75,7 @@ class SliceRow:
             "usd": self.dollars,
             "usd_per_hour": self.usd_per_hour,
             "candidate": None if self.candidate is None else self.candidate.to_json(),
+            "own": None if own is None else own.to_json(self.candidate),
         }
 
 

@@ -6,7 +6,7 @@ import io
 from typing import TYPE_CHECKING, Any
 
 from capibara.plan.report.labels import mesh_word, sharding_word
-from capibara.plan.report.table import digits, dollars, print_whole
+from capibara.plan.report.table import digits, dollars, own_lines, print_whole
 from capibara.plan.sizes import unit_of
 
 if TYPE_CHECKING:
@@ -98,7 +98,14 @@ def _chosen_lines(plan: SlicesPlan) -> list[str]:
 
 
 def _reasons(plan: SlicesPlan) -> list[str]:
-    return [f"ruled out  {row.target.text}: {row.reason}" for row in plan.rows if row.reason]
+    """What rules slices out, and what a layout of the user's own takes on the others."""
+    own = [
+        f"{row.target.text}: {line.strip()}"
+        for row in plan.rows
+        if row.plan is not None
+        for line in own_lines(row.plan)
+    ]
+    return own + [f"ruled out  {row.target.text}: {row.reason}" for row in plan.rows if row.reason]
 
 
 def _footer(plan: SlicesPlan) -> list[str]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from capibara.plan.memory.least import LeastMemory
     from capibara.plan.planning import Plan
 
-__all__ = ["candidate_lines", "digits", "dollars", "plan_text", "print_plan", "print_whole"]
+__all__ = ["candidate_lines", "digits", "dollars", "own_lines", "plan_text", "print_plan", "print_whole"]
 
 # Characters of a column that says what else sets rows apart.
 _SHORT = 24
@@ -81,7 +81,7 @@ def print_plan(plan: Plan, console: Any, *, where: bool = False) -> None:
             *candidate_lines(plan.best, plan.limit_bytes),
             *where_line(plan.where),
             *_least_lines(plan.least_memory),
-            *_own_lines(plan),
+            *own_lines(plan),
             *_run_lines(plan),
             *_improvement_lines(plan.improvements),
         ]:
@@ -162,7 +162,7 @@ def candidate_lines(c: Candidate, limit: int) -> list[str]:
     ]
 
 
-def _own_lines(plan: Plan) -> list[str]:
+def own_lines(plan: Plan) -> list[str]:
     """What the user's own layout costs beside the pick, or why it cannot run."""
     own = plan.own
     if own is None:
