@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 
 import pytest
 from tpu_compiler import needs_libtpu
@@ -12,7 +13,7 @@ from capibara.cli import main
 from capibara.config import ModularModelConfig
 from capibara.errors import ConfigError
 from capibara.plan import DoesNotFitError, PlanError, parse_slice, plan
-from capibara.plan.own import read_layout, why_not
+from capibara.plan.own import OwnLayout, read_layout, why_not
 from capibara.plan.sizes import size_text
 from capibara.plan.work import TrainWork
 from capibara.sharding import Layout
@@ -233,3 +234,26 @@ def test_a_compiled_layout_of_ones_own(tmp_path):
     assert found.best.step_seconds <= own.candidate.step_seconds
     with pytest.raises(DoesNotFitError):
         plan(small(), "v4:1x1x2", max_compiles=1, cache=tmp_path, layout=mine, memory_limit_gb=0.001)
+
+
+def test_the_first_is_compiled_where_others_are_only_scheduled():
+    """A layout without machine code may promise more than one that was compiled."""
+    from capibara.plan.compiler import CompiledProgram
+    from capibara.plan.narrowed import Narrowed
+    from capibara.plan.planning import _with_own
+
+    found = plan(small(), "v5e:2x2", compile=False, top=3).candidates
+    parts = CompiledProgram(status="ok", complete=False)
+    promised = replace(found[0], program=parts)
+    assert promised.scheduled
+    own = OwnLayout(found[2].layout, found[2])
+    narrowed = Narrowed(TrainWork(small()), 1 << 30)
+    for others in ([found[1], promised], [promised], [replace(found[2], program=parts)]):
+        merged = _with_own(others, own, narrowed)
+        assert not merged[0].scheduled
+        assert merged.count(own.candidate) == 1
+        assert [c.layout for c in merged[1:]] == [
+            c.layout for c in sorted(merged[1:], key=lambda c: c.step_seconds)
+        ]
+    assert _with_own([found[1], promised], own, narrowed)[0] is found[1]
+    assert _with_own([promised], own, narrowed)[0] is own.candidate
