@@ -260,6 +260,18 @@ def test_the_command(capsys):
     assert slower["exchange"]["seconds"] == pytest.approx(10 * published["exchange"]["seconds"], rel=0.01)
     assert main(["plan", "--no-compile", "--topology", "v5e:2x2", "--dcn-gbps", "5", *TINY]) == 2
     assert "write 2xv5e:2x2 for two" in capsys.readouterr().err
+    for more, said in (
+        (["--tokens", "1e9"], "'2xv5e:2x2' is several slices of one kind, which are planned alone"),
+        (["--tokens", "1e9", "--dcn-gbps", "5"], "--dcn-gbps is for one slice"),
+        (["--layout", "model.remat=full"], "layout: one of your own is compared on one slice"),
+    ):
+        assert main([*arguments, *more]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_one_of_a_kind_is_a_slice():
+    one, plain = (plan(tiny(), name, compile=False) for name in ("1xv5e:2x2", "v5e:2x2"))
+    assert one.to_json() == plain.to_json()
 
 
 def test_devices_of_several_slices_stand_slice_by_slice():
