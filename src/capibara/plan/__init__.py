@@ -1,7 +1,7 @@
-"""Plan a program on a TPU slice before you rent it: memory, time and price.
+"""Plan a program on a TPU slice or a host of GPUs before you rent it: memory, time and price.
 
-:func:`plan` takes a configuration, or any step function through :func:`step_work`, and a slice; it searches layouts,
-compiles the best of them with the real TPU compiler on this machine, and returns a ranked :class:`Plan`. The names
+:func:`plan` takes a configuration, or any step function through :func:`step_work`, and a slice or host; it searches
+layouts, compiles the best of them with the real TPU or GPU compiler on this machine, and returns a ranked :class:`Plan`. The names
 below are imported on first use.
 """
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         fingerprint,
         record_fingerprints,
     )
+    from capibara.plan.gpus import GpuHost
     from capibara.plan.hbm import HBMChoice, HBMOptimizer
     from capibara.plan.memory import estimate_memory
     from capibara.plan.planning import Plan, plan
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from capibara.plan.sharding import create_mesh_sharding, create_training_mesh, optimize_sharding_strategy
     from capibara.plan.slices import Slice, parse_slice
     from capibara.plan.step import step_work
+    from capibara.plan.targets import Target, parse_target
     from capibara.plan.workloads import Workload
     from capibara.sharding import Layout
 
@@ -42,6 +44,7 @@ __all__ = [
     "DoesNotFitError",
     "Fingerprint",
     "FingerprintCheck",
+    "GpuHost",
     "HBMChoice",
     "HBMOptimizer",
     "Layout",
@@ -49,6 +52,7 @@ __all__ = [
     "PlanError",
     "ServingPlan",
     "Slice",
+    "Target",
     "TpuCostOptimizer",
     "UnreachableTargetError",
     "Workload",
@@ -60,6 +64,7 @@ __all__ = [
     "fingerprint",
     "optimize_sharding_strategy",
     "parse_slice",
+    "parse_target",
     "plan",
     "plan_serving",
     "record_fingerprints",
@@ -77,6 +82,7 @@ _HOMES = {
         "fingerprint",
         "record_fingerprints",
     ),
+    "gpus": ("GpuHost",),
     "hbm": ("HBMChoice", "HBMOptimizer"),
     "memory": ("estimate_memory",),
     "planning": ("Layout", "Plan", "plan"),
@@ -84,6 +90,7 @@ _HOMES = {
     "sharding": ("create_mesh_sharding", "create_training_mesh", "optimize_sharding_strategy"),
     "slices": ("Slice", "parse_slice"),
     "step": ("step_work",),
+    "targets": ("Target", "parse_target"),
     "workloads": ("Workload",),
 }
 

@@ -1,4 +1,4 @@
-"""``plan``: from a configuration and a slice to a ranked list of layouts, before you rent hardware."""
+"""``plan``: from a configuration and a slice or host to a ranked list of layouts, before you rent hardware."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from capibara.config import ModularModelConfig
 from capibara.hardware import Price
 from capibara.plan.attribution import Attribution, attribute
 from capibara.plan.candidate import Candidate
-from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_program, find_compiler
+from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_program, compiler_for
 from capibara.plan.errors import CompilationError, CompilerMissingError, DoesNotFitError, PlanError
-from capibara.plan.grids import MOST_CHIPS, at_least
 from capibara.plan.improvements import Improvement, find_improvements
 from capibara.plan.memory.least import LeastMemory, find_least_memory
 from capibara.plan.narrowed import Kept, Narrowed
 from capibara.plan.planned import train_command
 from capibara.plan.program import read_program
-from capibara.plan.search.best_first import Search, search
+from capibara.plan.search.best_first import Compiled, Search, search
 from capibara.plan.sizes import limit_text, size_text
-from capibara.plan.slices import Slice, parse_slice
+from capibara.plan.targets import Target, parse_target
 from capibara.plan.time import Part, StepTime, predict_step
-from capibara.plan.validation import COMPILE_REMEDY, check_counts, host_notes, limit_of, price_of
+from capibara.plan.validation import check_counts, compile_remedy, limit_of, price_of
 from capibara.plan.work import Rough, TrainWork, Work
 from capibara.sharding import Layout
 
@@ -35,11 +34,11 @@ __all__ = ["Plan", "candidate_of", "memory_by_kind", "plan"]
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step needs on a slice, and the best ways found to run it.
+    """What a step needs on a slice or host, and the best ways found to run it.
 
     Attributes:
       work: a one-line description.
-      target: the slice.
+      target: the slice or host.
       limit_bytes: memory that a device may use.
       candidates: those that fit, the fastest first.
       refused: layouts that the compiler refused, with its messages.
@@ -54,7 +53,7 @@ class Plan:
     """
 
     work: str
-    target: Slice
+    target: Target
     limit_bytes: int
     candidates: tuple[Candidate, ...]
     refused: tuple[tuple[Layout, str], ...] = ()
@@ -91,7 +90,7 @@ class Plan:
 
     @property
     def num_chips(self) -> int:
-        """Chips of the slice."""
+        """Chips or GPUs of the target."""
         return self.target.num_chips
 
     @property
@@ -174,7 +173,7 @@ Progress = Callable[[str, Layout, CompiledProgram | None], None]
 
 def plan(
     work: ModularModelConfig | Work | str | os.PathLike[str],
-    topology: str | Slice = "v4-32",
+    topology: str | Target = "v4-32",
     *,
     view: str | None = None,
     memory_limit_gb: float | None = None,
@@ -192,19 +191,19 @@ def plan(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> Plan:
-    """Find the fastest way to run a step on a TPU slice, without the hardware.
+    """Find the fastest way to run a step on a TPU slice or a host of GPUs, without the hardware.
 
     Hundreds of layouts (mesh, sharding, rematerialisation, microbatches, optimizer sharding, offload) are ranked by
-    rough estimates; the real TPU compiler (``libtpu``, ahead of time, in separate processes) compiles the best of
-    them. HBM is the compiler's figure; the time is predicted from the compiled program (:mod:`capibara.plan.time`).
+    rough estimates; the real compiler (``libtpu``, or XLA's for GPUs; ahead of time, in separate processes) compiles
+    the best of them. HBM is the compiler's figure; the time is predicted from the compiled program (:mod:`capibara.plan.time`).
 
     Args:
       work: a configuration, its name or path (as ``ModularModelConfig.from_toml``), or a :class:`Work`.
-      topology: ``"v4:2x2x4"``, ``"v4-32"``, ``"v5p:4x4x4"``, ``"v6e-16"`` …
+      topology: ``"v4:2x2x4"``, ``"v4-32"``, ``"v5p:4x4x4"``, ``"v6e-16"`` …; ``"h100:8"`` for GPUs of one host.
       view: ``"chip"`` or ``"core"``, what a device is; by default a chip, if its cores can act as one.
       memory_limit_gb: GiB that a device may use, if less than it has. The compiler is told so, and makes programs
-        smaller that are a little too large; training is told by the layout's flags.
-      compile: whether to compile; otherwise figures are estimates and labelled as such. By default if the TPU
+        smaller that are a little too large; training is told by the layout's flags. The GPU compiler cannot be told.
+      compile: whether to compile; otherwise figures are estimates and labelled as such. By default if the
         compiler is installed; without it the plan is an estimate, whose notes say how to install it.
       max_compiles: maximum number of layouts to compile. top: how many to report.
       keep: settings of the configuration that a plan otherwise chooses, and shall not: any of
@@ -222,29 +221,34 @@ def plan(
       DoesNotFitError: nothing fits; the message gives the smallest layout's memory, and what would help.
       TopologyError, PriceError, ConfigError: an unknown topology, an invalid term or price file, an unknown
         configuration.
-      PlanError: an invalid slice, a batch that cannot be divided, or the compiler failed for another reason.
-      CompilerMissingError: ``compile`` is requested and the TPU compiler is not installed.
+      PlanError: an invalid target, a batch that cannot be divided, or the compiler failed for another reason.
+      CompilerMissingError: ``compile`` is requested and the compiler is not installed.
     """
-    target = parse_slice(topology, view)
+    target = parse_target(topology, view)
     task = _work(work)
     limit = limit_of(target, memory_limit_gb)
     if isinstance(improve, bool) or not isinstance(improve, int) or improve < 0:
         raise PlanError(f"improve={improve!r} must be an integer from 0")
     if improve and not isinstance(task, TrainWork):
         raise PlanError("improve: a step function has no settings to change. Leave it out")
+    if least_memory and target.limit_flag(target.usable_hbm_bytes) is None:
+        raise PlanError(
+            f"least_memory: {target.compiler} does not make programs smaller for a limit. Leave it out, and keep "
+            "settings that need less: keep=['model.remat'], more microbatches"
+        )
     check_counts(max_compiles=max_compiles, top=top, **({} if workers is None else {"workers": workers}))
     notes: list[str] = []
     narrowed = Narrowed(task, limit, _kept(task, keep, notes))
-    notes += host_notes(target)
+    notes += target.notes()
     price = price_of(target, region, term, prices, notes)
     if compile is None:
-        compile = _can_compile(notes)
+        compile = _can_compile(target, notes)
     elif not compile:
-        notes.append(f"nothing was compiled: memory and time are estimates ({COMPILE_REMEDY})")
+        notes.append(f"nothing was compiled: memory and time are estimates ({compile_remedy(target)})")
     least = None
     improvements: tuple[Improvement, ...] = ()
     if compile:
-        notes += find_compiler().notes()
+        notes += compiler_for(target).notes()
         store = ProgramCache(cache)
         times: dict[Layout, StepTime] = {}
 
@@ -269,7 +273,7 @@ def plan(
             )
             for each in found.fitting
         ]
-        refused = tuple((c.layout, c.program.message) for c in found.compiled if c.seconds is None)
+        refused = tuple((c.layout, _refusal(c, limit)) for c in found.compiled if c.seconds is None)
         _check(found, narrowed, target, limit)
         counts = (found.considered, found.promising, len(found.compiled))
         if least_memory:
@@ -302,7 +306,7 @@ def plan(
             )
         if least_memory:
             raise PlanError(
-                f"least_memory: only the compiler knows it, and nothing is compiled here ({COMPILE_REMEDY})"
+                f"least_memory: only the compiler knows it, and nothing is compiled here ({compile_remedy(target)})"
             )
         if not isinstance(task, TrainWork):
             notes.append(
@@ -348,10 +352,10 @@ def _kept(task: Work, keep: Iterable[str], notes: list[str]) -> tuple[Kept, int]
     return kept, task.config.train.batch_size
 
 
-def _can_compile(notes: list[str]) -> bool:
+def _can_compile(target: Target, notes: list[str]) -> bool:
     """Whether there is a compiler; where not, a note says how to get it."""
     try:
-        find_compiler()
+        compiler_for(target)
     except CompilerMissingError as error:
         notes.append(f"nothing was compiled, memory and time are estimates: {error}")
         return False
@@ -360,7 +364,7 @@ def _can_compile(notes: list[str]) -> bool:
 
 def candidate_of(
     work: Work,
-    target: Slice,
+    target: Target,
     layout: Layout,
     *,
     price: Price | None = None,
@@ -409,7 +413,7 @@ def memory_by_kind(program: CompiledProgram, rough: Mapping[str, int]) -> dict[s
 
 def _compiled_candidate(
     task: Work,
-    target: Slice,
+    target: Target,
     layout: Layout,
     program: CompiledProgram,
     rough: Mapping[str, int],
@@ -434,7 +438,7 @@ def _compiled_candidate(
 
 
 def _uncompiled(
-    task: Work, target: Slice, limit: int, price: Price | None
+    task: Work, target: Target, limit: int, price: Price | None
 ) -> tuple[list[Candidate], tuple[int, int, int]]:
     rough = {layout: task.rough(layout, target) for layout in task.layouts(target)}
     if not rough:
@@ -476,7 +480,15 @@ def _rough_time(rough: Rough) -> StepTime:
     )
 
 
-def _check(found: Search, task: Work, target: Slice, limit: int) -> None:
+def _refusal(compiled: Compiled, limit: int) -> str:
+    """Why a layout is not a candidate."""
+    program = compiled.program
+    if program.memory is None:
+        return program.message
+    return f"it takes {size_text(program.memory.total)}, more than {size_text(limit)}"
+
+
+def _check(found: Search, task: Work, target: Target, limit: int) -> None:
     if found.fitting:
         return
     if not found.compiled:
@@ -499,19 +511,15 @@ def _check(found: Search, task: Work, target: Slice, limit: int) -> None:
 
 
 def _does_not_fit(
-    task: Work, target: Slice, limit: int, needed: int, kinds: Mapping[str, int], source: str
+    task: Work, target: Target, limit: int, needed: int, kinds: Mapping[str, int], source: str
 ) -> str:
     largest = sorted(kinds.items(), key=lambda item: -item[1])[:3]
     parts = ", ".join(f"{name} {size_text(size)}" for name, size in largest)
     if source != "estimated":  # the kinds are, and need not add up to the compiler's figure
         parts = f"estimated: {parts}"
     chips = math.ceil(target.num_chips * needed / limit)
-    larger = at_least(target.generation, chips)
-    more = (
-        f"More than the {MOST_CHIPS[target.generation]} chips of a {target.generation} pod"
-        if larger is None
-        else f"A slice such as {Slice(target.generation, larger)}"
-    )
+    larger = target.larger(chips)
+    more = f"More than {target.most}" if larger is None else f"A {target.kind} such as {larger}"
     help = (
         "a smaller train.batch_size or train.sequence_length would help; capibara plan --explain lists the largest "
         "buffers"
@@ -524,7 +532,7 @@ def _does_not_fit(
     )
 
 
-def _no_layout(task: Work, target: Slice) -> PlanError:
+def _no_layout(task: Work, target: Target) -> PlanError:
     if not _trains(task):
         return PlanError(
             f"no mesh of {target.num_devices} devices divides the work ({task.title}): the first dimension of every "

@@ -12,22 +12,34 @@ from pathlib import Path
 from typing import Any
 
 from capibara.config.axes import AxisRules
+from capibara.errors import did_you_mean
 from capibara.files import replace_file
 from capibara.plan.compiler import Job, ProgramCache
 from capibara.plan.errors import PlanError
 from capibara.plan.isolated import isolated
-from capibara.plan.search.space import WHOLE_PRODUCTS, meshes
+from capibara.plan.search.space import meshes
 from capibara.plan.sizes import size_text
-from capibara.plan.slices import Slice
+from capibara.plan.targets import Target
 from capibara.plan.validation import MeshSizes
 from capibara.plan.work import Rough
-from capibara.sharding import Layout, Links
+from capibara.sharding import Layout
 
 __all__ = ["StepWork", "step_work"]
 
 # A closed-over array up to this size is a constant like any other.
 _SMALL_CONSTANT = 64 << 10
 _REACHED = 0.5
+# Platforms that a function is exported for, in words, and calls that are no obstacle there.
+_PLATFORMS = {"tpu": "TPUs", "cuda": "NVIDIA GPUs"}
+_CALLS = {
+    "tpu": ("tpu_custom_call", "LayoutConstraint"),
+    "cuda": (
+        "__gpu$xla.gpu.triton",
+        "__cudnn$fmhaSoftmax",
+        "__cudnn$fmhaSoftmaxBackward",
+        "LayoutConstraint",
+    ),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +55,7 @@ class StepWork:
       donated: indices of the donated ones.
       counted_flops: matrix products and convolutions of a step, counted from its jaxpr.
       tokens: of a step, if given.
+      platform: that it was exported for, ``"tpu"`` or ``"cuda"``.
       structure: the trees of the arguments (a JAX tree definition).
     """
 
@@ -56,6 +69,7 @@ class StepWork:
     donated: tuple[int, ...]
     counted_flops: float
     tokens: int | None = None
+    platform: str = "tpu"
     structure: Any = field(default=None, repr=False)
     _specs: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -64,16 +78,22 @@ class StepWork:
         """Floating-point operations of a step."""
         return self.counted_flops
 
-    def layouts(self, target: Slice) -> Iterator[Layout]:
+    def layouts(self, target: Target) -> Iterator[Layout]:
         """Meshes and shardings; rematerialisation is up to the function."""
+        if target.platform != self.platform:
+            raise PlanError(
+                f"the step was exported for {_PLATFORMS[self.platform]}, and {target} has others. Export it with "
+                f"step_work(…, platform={target.platform!r})"
+            )
         widest = max((size for n in self.kinds["state"] for size in self.shapes[n]), default=1)
         rows = [self.shapes[n][0] for n in self.kinds["batch"] if self.shapes[n]]
         for mesh in meshes(target.num_devices, widest):
             data = dict(mesh)["data"]
+            flags = target.flag_choices(mesh)[0]
             if any(size % data for size in rows):
                 continue
             for parameters in ("sharded", "replicated") if data > 1 else ("sharded",):
-                yield Layout(mesh=mesh, parameters=parameters, remat="none", flags=WHOLE_PRODUCTS)
+                yield Layout(mesh=mesh, parameters=parameters, remat="none", flags=flags)
 
     def specs(self, layout: Layout) -> tuple[Any, ...]:
         """A ``PartitionSpec`` for every array of the arguments, in trees like them: a candidate's sharding."""
@@ -86,7 +106,7 @@ class StepWork:
         ]
         return jax.tree.unflatten(self.structure, flat)
 
-    def rough(self, layout: Layout, target: Slice) -> Rough:
+    def rough(self, layout: Layout, target: Target) -> Rough:
         """The exact arguments; temporaries are not known before the program is compiled."""
         held = {kind: self._bytes(layout, numbers) for kind, numbers in self.kinds.items()}
         sizes = layout.axis_sizes
@@ -94,14 +114,14 @@ class StepWork:
         data, model = sizes.get("data", 1), sizes.get("model", 1)
         whole = sum(math.prod(self.shapes[n]) * self.item_sizes[n] for n in self.kinds["state"])
         rows = sum(math.prod(self.shapes[n]) * self.item_sizes[n] for n in self.kinds["batch"]) / data
-        links = Links(sizes, 2 * target.link_bandwidth, hop_seconds=0.0)
+        links = target.links(sizes)
         sent = (3 if layout.parameters == "sharded" else 2) * links.gather(whole / model, data_axes)
         sent += 8 * links.gather(rows, model_axes)
         peak = target.chip.peak("bfloat16") * target.num_devices * _REACHED
         traffic = 2 * sum(held.values()) / (target.chip.hbm_bandwidth or 1e12)
         return Rough(held, self.counted_flops / peak, traffic, sent)
 
-    def job(self, layout: Layout, target: Slice) -> Job:
+    def job(self, layout: Layout, target: Target) -> Job:
         """The program to compile."""
         return Job(
             builder="capibara.plan.workloads.exported:lower_exported",
@@ -171,8 +191,9 @@ def step_work(
     tokens: int | None = None,
     name: str | None = None,
     folder: str | os.PathLike[str] | None = None,
+    platform: str = "tpu",
 ) -> StepWork:
-    """Export a step function, so that :func:`plan` can compile it for slices.
+    """Export a step function, so that :func:`plan` can compile it for slices of TPUs, or for GPUs.
 
     No device is used: if this process has not started JAX's backends, a fork of it, restricted to the CPU, traces and
     exports the function, and only the result is returned. Side effects of tracing are then not visible in this
@@ -190,16 +211,21 @@ def step_work(
       tokens: of a step, for figures per token.
       name: replaces the function's name.
       folder: folder for the exported function, instead of the user's cache.
+      platform: ``"tpu"``, or ``"cuda"`` for a plan on GPUs: a function may lower to other kernels there.
 
     Raises:
       PlanError: an argument is invalid, or the folder is not writable; the function closes over arrays of more than
         64 KiB (they would be part of the program, on every device, and are not planned: make them arguments), or
-        cannot be exported for TPUs.
+        cannot be exported for the platform.
     """
     import jax
 
     if not callable(step):
         raise PlanError(f"step is {type(step).__name__}, expected a function of the arrays in args")
+    if platform not in _PLATFORMS:
+        raise PlanError(
+            f"platform={platform!r} must be 'tpu' or 'cuda' (NVIDIA GPUs).{did_you_mean(str(platform), _PLATFORMS)}"
+        )
     if not isinstance(args, Sequence) or isinstance(args, str) or not args:
         raise PlanError(
             f"args is {type(args).__name__}, expected the step's arguments in a tuple: (state, batch), or (x,) for one"
@@ -229,7 +255,7 @@ def step_work(
         return tuple(jax.tree.leaves(step(*jax.tree.unflatten(structure, arrays))))
 
     title = name or getattr(step, "__name__", type(step).__name__)
-    found, data = isolated(lambda: _exported(flat, leaves, title), what=f"exporting {title}")
+    found, data = isolated(lambda: _exported(flat, leaves, title, platform), what=f"exporting {title}")
     digest = hashlib.sha256(data).hexdigest()
     place = (ProgramCache().folder if folder is None else Path(folder)) / f"{digest}.exported"
     try:
@@ -256,10 +282,13 @@ def step_work(
         counted_flops=found["flops"],
         tokens=tokens,
         structure=structure,
+        platform=platform,
     )
 
 
-def _exported(flat: Callable[..., Any], leaves: list[Any], title: str) -> tuple[dict[str, Any], bytes]:
+def _exported(
+    flat: Callable[..., Any], leaves: list[Any], title: str, platform: str
+) -> tuple[dict[str, Any], bytes]:
     """What a step counts, and the file for the process that compiles it."""
     import jax
     import numpy as np
@@ -284,15 +313,14 @@ def _exported(flat: Callable[..., Any], leaves: list[Any], title: str) -> tuple[
     try:
         exported = jax.export.export(
             jax.jit(flat),
-            platforms=["tpu"],
-            disabled_checks=[
-                jax.export.DisabledSafetyCheck.custom_call(name)
-                for name in ("tpu_custom_call", "LayoutConstraint")
-            ],
+            platforms=[platform],
+            disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name) for name in _CALLS[platform]],
         )(*leaves)
         data = bytes(exported.serialize())
     except Exception as error:
-        raise PlanError(f"{title} cannot be exported for TPUs: {type(error).__name__}: {error}") from error
+        raise PlanError(
+            f"{title} cannot be exported for {_PLATFORMS[platform]}: {type(error).__name__}: {error}"
+        ) from error
     return {"flops": float(count_flops(functools.partial(_call, flat), *leaves).total)}, data
 
 

@@ -6,7 +6,7 @@ backward pass recomputes. :class:`Links` and :class:`Group` tell how long collec
 
 from __future__ import annotations
 
-from capibara.sharding.communication import ASYNCHRONOUS, WHOLE_PRODUCTS
+from capibara.sharding.communication import ASYNCHRONOUS, WHOLE_PRODUCTS, options_for
 from capibara.sharding.layout import Layout
 from capibara.sharding.links import HOP_SECONDS, Group, Links, links_of
 from capibara.sharding.resizing import mesh_sizes, resized
@@ -20,5 +20,6 @@ __all__ = [
     "Links",
     "links_of",
     "mesh_sizes",
+    "options_for",
     "resized",
 ]

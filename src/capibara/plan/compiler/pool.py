@@ -14,7 +14,7 @@ from pathlib import Path
 from capibara.files import replace_file
 from capibara.hardware.telemetry import available_memory
 from capibara.plan.compiler.cache import ProgramCache
-from capibara.plan.compiler.environment import Compiler, find_compiler
+from capibara.plan.compiler.environment import Compiler, compiler_for
 from capibara.plan.compiler.folders import work_folder
 from capibara.plan.compiler.job import CompiledProgram, Job
 from capibara.plan.compiler.process import kill, read_result, worker
@@ -43,7 +43,7 @@ def compile_program(
     """Compile one program, or find it in the cache.
 
     Raises:
-      CompilerMissingError: the TPU compiler is not installed.
+      CompilerMissingError: the compiler is not installed.
       CompilationError: the process died or took longer than ``timeout`` seconds. A program that the compiler refuses is
         a result, not an error.
     """
@@ -72,7 +72,7 @@ def compile_programs(
       started: called with a job's index when its process starts (not for cached results).
 
     Raises:
-      CompilerMissingError: the TPU compiler is not installed.
+      CompilerMissingError: the compiler is not installed.
       PlanError: the number of workers is invalid, or the cache's folder is not writable.
     """
     with contextlib.closing(_results(jobs, cache, workers, timeout, started)) as results:
@@ -91,11 +91,14 @@ def _results(
 ) -> Generator[tuple[int, CompiledProgram | CompilationError], None, None]:
     if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 1):
         raise PlanError(f"workers={workers!r} must be an integer of at least 1")
-    compiler = find_compiler()
     cache = ProgramCache() if cache is None else cache
     waiting: list[tuple[int, Job, str]] = []
+    compilers: dict[str, Compiler] = {}
     for number, job in enumerate(jobs):
-        key = cache.key(job, compiler)
+        platform = job.slice.platform
+        if platform not in compilers:
+            compilers[platform] = compiler_for(job.slice)
+        key = cache.key(job, compilers[platform])
         if (found := cache.get(key)) is not None:
             yield number, found
         else:
@@ -110,7 +113,7 @@ def _results(
         if started is not None and not running.stopped:
             started(number)
         try:
-            return _run(job, key, compiler, cache, running, timeout)
+            return _run(job, key, compilers[job.slice.platform], cache, running, timeout)
         except CompilationError as error:
             return error
 

@@ -18,9 +18,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from capibara.config import ModularModelConfig
-from capibara.plan.slices import Slice
+from capibara.plan.targets import Target
 from capibara.plan.validation import refuse_stages
-from capibara.sharding import Layout, Links
+from capibara.sharding import Layout
 
 if TYPE_CHECKING:
     from capibara.compose import CompiledModel
@@ -114,7 +114,7 @@ def step_flops(config: ModularModelConfig) -> float:
     return flops_per_token(config.model, config.train.sequence_length, adapters=adapters) * tokens
 
 
-def estimate_time(config: ModularModelConfig, layout: Layout, target: Slice) -> Estimate:
+def estimate_time(config: ModularModelConfig, layout: Layout, target: Target) -> Estimate:
     """The rough time of one step.
 
     Raises:
@@ -159,7 +159,7 @@ def estimate_time(config: ModularModelConfig, layout: Layout, target: Slice) -> 
 
     # Hops are nothing beside such sizes. The data and expert axes together are one ring.
     sizes = {"batch": batch, "data": data, "model": model, "expert": expert}
-    links = Links(sizes, 2 * target.link_bandwidth, hop_seconds=0.0)
+    links = target.links(sizes)
 
     def ring(size: float, axis: str) -> float:
         return links.gather(size, (axis,))

@@ -1,19 +1,15 @@
-"""All possible layouts of a training step on a slice."""
+"""All possible layouts of a training step on a slice or host."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from capibara import sharding
 from capibara.config import ModularModelConfig
-from capibara.plan.slices import Slice
+from capibara.plan.slices import ASYNCHRONOUS, WHOLE_PRODUCTS
+from capibara.plan.targets import Target
 from capibara.sharding import Layout
 
 __all__ = ["ASYNCHRONOUS", "WHOLE_PRODUCTS", "layouts", "meshes", "microbatch_counts"]
-
-ASYNCHRONOUS = tuple((name, str(value)) for name, value in sharding.ASYNCHRONOUS["tpu"].items())
-# Where activations are exchanged (a model axis) it can be either way, so both are tried.
-WHOLE_PRODUCTS = tuple(sharding.WHOLE_PRODUCTS.items())
 
 
 def meshes(devices: int, heads: int) -> Iterator[tuple[tuple[str, int], ...]]:
@@ -34,7 +30,7 @@ def _meshes_of(config: ModularModelConfig, devices: int) -> Iterator[tuple[tuple
                 yield (("data", sizes["data"] // experts), ("expert", experts), ("model", sizes["model"]))
 
 
-def layouts(config: ModularModelConfig, target: Slice) -> Iterator[Layout]:
+def layouts(config: ModularModelConfig, target: Target) -> Iterator[Layout]:
     """The product of meshes, sharding, rematerialisation, microbatches, optimizer sharding and offload.
 
     Equivalent layouts (sharding over one device) and impossible ones (rows that do not divide) are omitted.
@@ -45,9 +41,10 @@ def layouts(config: ModularModelConfig, target: Slice) -> Iterator[Layout]:
         if rows % data:
             continue
         counts = list(microbatch_counts(rows, data))
+        choices = target.flag_choices(mesh)
         for count in counts:
             for remat in ("none", "dots", "full"):
-                for flags in (WHOLE_PRODUCTS, ASYNCHRONOUS) if dict(mesh)["model"] > 1 else (WHOLE_PRODUCTS,):
+                for flags in choices:
                     yield Layout(mesh=mesh, remat=remat, microbatches=count, flags=flags)
                 if data > 1:
                     for optimizer in ("as parameters", "sharded"):
@@ -57,12 +54,10 @@ def layouts(config: ModularModelConfig, target: Slice) -> Iterator[Layout]:
                             optimizer=optimizer,
                             remat=remat,
                             microbatches=count,
-                            flags=WHOLE_PRODUCTS,
+                            flags=choices[0],
                         )
         # The last resort: the least memory on the device, and the moments in the hosts'.
-        yield Layout(
-            mesh=mesh, remat="full", microbatches=counts[-1], offload="optimizer", flags=WHOLE_PRODUCTS
-        )
+        yield Layout(mesh=mesh, remat="full", microbatches=counts[-1], offload="optimizer", flags=choices[0])
 
 
 def microbatch_counts(rows: int, data: int) -> Iterator[int]:
