@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from capibara.plan import Plan
     from capibara.sharding import Layout
 
-HELP = """Find the fastest way to train a configuration on a TPU slice or a host of GPUs: mesh, sharding, rematerialisation,
-microbatches. The TPU compiler (libtpu), or XLA's for GPUs, compiles the most promising ones on this machine, without the
-device: memory is the compiler's own figure, time is predicted from the compiled program. For instance:
+HELP = """Find the fastest way to train a configuration on a TPU slice or a host of GPUs: mesh, sharding,
+rematerialisation, microbatches. The TPU compiler (libtpu), or XLA's for GPUs, compiles the most promising ones on this
+machine, without the device: memory is the compiler's own figure, time is predicted from the compiled program.
+For instance:
 capibara plan --config production/tpu_v4 --topology v4:2x2x4"""
 
 # Changes that --explain compiles, and that --improve names.
@@ -78,7 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--topology",
-        help="v4:2x2x4, v4-32, v5p:4x4x4, v5e-16, v6e:4x4 …; h100:8, h200:4, b200:8 … for GPUs of one host (default: v4-32)",
+        help="v4:2x2x4, v4-32, v5p:4x4x4, v5e-16, v6e:4x4 …; GPUs of one host: h100:8, h200:4, b200:8 … "
+        "(default: v4-32)",
     )
     parser.add_argument("--view", choices=("chip", "core"), help="what a device is (v4: a chip by default)")
     parser.add_argument(

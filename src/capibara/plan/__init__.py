@@ -1,8 +1,8 @@
 """Plan a program on a TPU slice or a host of GPUs before you rent it: memory, time and price.
 
 :func:`plan` takes a configuration, or any step function through :func:`step_work`, and a slice or host; it searches
-layouts, compiles the best of them with the real TPU or GPU compiler on this machine, and returns a ranked :class:`Plan`. The names
-below are imported on first use.
+layouts, compiles the best of them with the real TPU or GPU compiler on this machine, and returns a ranked
+:class:`Plan`. The names below are imported on first use.
 """
 
 from __future__ import annotations

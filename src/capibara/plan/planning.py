@@ -195,7 +195,8 @@ def plan(
 
     Hundreds of layouts (mesh, sharding, rematerialisation, microbatches, optimizer sharding, offload) are ranked by
     rough estimates; the real compiler (``libtpu``, or XLA's for GPUs; ahead of time, in separate processes) compiles
-    the best of them. HBM is the compiler's figure; the time is predicted from the compiled program (:mod:`capibara.plan.time`).
+    the best of them. HBM is the compiler's figure; the time is predicted from the compiled program
+    (:mod:`capibara.plan.time`).
 
     Args:
       work: a configuration, its name or path (as ``ModularModelConfig.from_toml``), or a :class:`Work`.

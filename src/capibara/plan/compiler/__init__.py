@@ -1,8 +1,9 @@
 """Compile for TPUs and GPUs that are not present: one process per program, results cached on disk.
 
 The TPU compiler, ``libtpu``, works on any Linux machine, but not in every process: it takes a lock, it looks for
-TPUs, and JAX's platform is chosen only once. XLA's GPU compiler, in JAX's CUDA plugin, needs no GPU either. So each program is compiled in a separate process, which never uses the
-devices of the caller, and a crash of the compiler costs one result, not the session.
+TPUs, and JAX's platform is chosen only once. XLA's GPU compiler, in JAX's CUDA plugin, needs no GPU either. So each
+program is compiled in a separate process, which never uses the devices of the caller, and a crash of the compiler costs
+one result, not the session.
 """
 
 from __future__ import annotations
