@@ -234,8 +234,8 @@ def plan(
         raise PlanError("improve: a step function has no settings to change. Leave it out")
     if least_memory and target.limit_flag(target.usable_hbm_bytes) is None:
         raise PlanError(
-            f"least_memory: {target.compiler} does not make programs smaller for a limit. Leave it out, and keep "
-            "settings that need less: keep=['model.remat'], more microbatches"
+            f"least_memory: {target.compiler} does not make programs smaller for a limit. Leave it out; settings given "
+            "by hand are kept, such as model.remat=full or train.gradient_accumulation_steps=4"
         )
     check_counts(max_compiles=max_compiles, top=top, **({} if workers is None else {"workers": workers}))
     notes: list[str] = []

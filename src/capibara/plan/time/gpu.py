@@ -5,24 +5,31 @@ share of the memory's bandwidth, whichever is longer, and a fixed time for start
 NVLink through NVSwitch. The compiler does not tune products without the device, so that the kernel that it writes down
 for a product is not the one that runs there: only what is multiplied counts here.
 
+The range: ``low`` is everything at its peak, with kernels that start in a microsecond; ``high`` overlaps no collective
+with work, starts each kernel as if alone and gives foreign kernels half of their rate. What the model leaves out: power
+limits and the clocks that they lower, the processors that NCCL takes from computation, waiting for the host where a
+branch depends on data, and products that are small or narrow beyond what starting a kernel says of them.
+
 Sources of the constants:
 
-- *Products*: cuBLAS as measured for XLA's own cost model on H100 (openxla/xla, ``service/gpu/model/
-  matmul_interpolator_data.h``, sm_90): bfloat16 up to 779 TFLOP/s, 0.79 of the peak, and float32 through the tensor
-  cores' TF32 up to 322, 0.65 of that peak. That time is within a fifth ``FLOPs / (0.79 · peak) + 6 µs`` for the products
-  from 512³ to 4096² × 2048 of that table. For B200 and for float8, "Maximum Achievable Matmul FLOPS" of Bekman, "Machine
-  Learning Engineering" (stas00/ml-engineering, ``compute/accelerator``): 0.776 (bfloat16, B200), 0.709 (float8, H100),
-  0.763 (float8, B200).
-- *Memory*: STREAM's triad reaches 3.08 TB/s of an H100's 3.35: 0.92.
-- *Starting a kernel*: 6 µs alone, by the first table and by that of collectives (a copy within one GPU: 6.2 µs). Launches
-  overlap with the kernels before ("Getting Started with CUDA Graphs", NVIDIA technical blog: 3.8 instead of 9.6 µs for a
-  kernel of 2.9): 1 µs at best. Half of the 6 is taken.
-- *Links*: NCCL reaches 370 of the 450 GB/s of an H100's links ("bus bandwidth"; NVIDIA/nccl-tests, issue 212), 20.6 GB/s
-  a link; 40.1 on B200 (NCCL's ``src/graph/topo.h``; NVIDIA/nccl, issue 1807). With NVLink SHARP the switch adds up: an
-  all-reduce over 8 GPUs has a bus bandwidth of 480 GB/s on H100 (the same issue 212), 475 on H200 (nccl-tests, issue
-  272), 830 on B200 (nccl, issue 1807).
-- *Latency*: 6 µs and 2 µs for each step of a ring: an all-gather or reduce-scatter of up to 64 KiB over 8 H100 takes 19 to
-  22 µs, an all-reduce 24 to 45 µs (openxla/xla, ``collective_interpolator_data.h``, sm_90).
+- *Products*: cuBLAS as measured for XLA's own cost model on H100 (openxla/xla,
+  ``service/gpu/model/matmul_interpolator_data.h``, sm_90): bfloat16 up to 779 TFLOP/s, 0.79 of the peak, and float32
+  through the tensor cores' TF32 up to 322, 0.65 of that peak. ``FLOPs / (0.79 · peak) + 6 µs`` is within a quarter of
+  the times in that table (a test has 20 of them). float8: 1,301 TFLOP/s on H200, 0.66 (8192³ with random numbers;
+  Azure/AI-benchmarking-guide, ``ND_H200_v5_results.md``). B200: 0.776 for bfloat16 and 0.763 for float8, "Maximum
+  Achievable Matmul FLOPS" in Bekman, "Machine Learning Engineering" (stas00/ml-engineering, ``compute/accelerator``),
+  where H100 has 0.803; its TF32 as on H100.
+- *Memory*: BabelStream's triad reaches 4.15 of an H200's 4.8 TB/s (the same results of Azure): 0.865, for all.
+- *Starting a kernel*: 6 µs alone, by the first table and by that of collectives (a copy within one GPU: 6.2 µs).
+  Launches overlap with the kernels before ("Getting Started with CUDA Graphs", NVIDIA technical blog: 3.8 instead of
+  9.6 µs for a kernel of 2.9): 1 µs at best. Half of the 6 is taken.
+- *Links*: NCCL reaches 370 of the 450 GB/s of an H100's links ("bus bandwidth"; NVIDIA/nccl-tests, issue 212), which is
+  20.6 GB/s a link; 40.1 on B200 (NCCL's ``src/graph/topo.h``; NVIDIA/nccl, issue 1807). With NVLink SHARP the switch
+  adds up: an all-reduce over 8 GPUs has a bus bandwidth of 480 GB/s on H100 (nccl-tests, issue 212) and H200 (Azure,
+  8 GB), 830 on B200 (nccl, issue 1807).
+- *Latency*: 6 µs and 2 µs for each step of a ring: an all-gather or reduce-scatter of up to 64 KiB over 8 H100 takes 19
+  to 22 µs, an all-reduce 24 to 45 µs (openxla/xla, ``service/gpu/model/collective_interpolator_data.h``, sm_90).
+- *Host*: 52 GB/s to and from its memory (Azure, H200).
 """
 
 from __future__ import annotations
@@ -64,17 +71,19 @@ class GpuModel:
       ring: bytes a second that NCCL sends from one GPU around a ring.
       switch: bytes a second when the switch adds up (NVLink SHARP), see :meth:`all_reduce`.
       latency: seconds of a collective besides its steps. step: of each step of a ring.
+      host: bytes a second to or from the host's memory.
     """
 
     products: tuple[tuple[str, float], ...]
     ring: float
     switch: float
-    memory: float = 0.92
+    memory: float = 0.865
     launch: float = 3e-6
     launch_best: float = 1e-6
     launch_worst: float = 6e-6
     latency: float = 6e-6
     step: float = 2e-6
+    host: float = 52e9
 
     def gather(self, size: float, members: int) -> float:
         """Seconds of an all-gather or reduce-scatter of ``size`` bytes in all, around a ring."""
@@ -106,7 +115,7 @@ class GpuModel:
 
 
 _LINKS = 18
-_HOPPER = (("bfloat16", 0.79), ("float16", 0.79), ("tf32", 0.65), ("float8", 0.709), ("int8", 0.709))
+_HOPPER = (("bfloat16", 0.79), ("float16", 0.79), ("tf32", 0.65), ("float8", 0.66), ("int8", 0.66))
 _BLACKWELL = (("bfloat16", 0.776), ("float16", 0.776), ("tf32", 0.65), ("float8", 0.763), ("int8", 0.763))
 
 
@@ -118,7 +127,7 @@ def _switch(bus: float, members: int = 8) -> float:
 
 _MODELS = {
     "h100": GpuModel(products=_HOPPER, ring=_LINKS * 20.6e9, switch=_switch(480e9)),
-    "h200": GpuModel(products=_HOPPER, ring=_LINKS * 20.6e9, switch=_switch(475e9)),
+    "h200": GpuModel(products=_HOPPER, ring=_LINKS * 20.6e9, switch=_switch(480e9)),
     "b200": GpuModel(products=_BLACKWELL, ring=_LINKS * 40.1e9, switch=_switch(830e9)),
 }
 
@@ -141,7 +150,7 @@ class GpuRates:
     Attributes:
       target, mesh: where the program runs.
       compute, links, kernels: further shares of these rates, as of :class:`~capibara.plan.time.Constants`.
-      host: bytes a second to the host's memory, if given.
+      host: bytes a second to the host's memory, instead of the model's.
       best, worst: which end of the range.
       unknown: what is not included, as text.
     """
@@ -161,8 +170,8 @@ class GpuRates:
         self.model = model_of(self.target)
         if self.target.chip.hbm_bandwidth is None:
             raise PlanError(f"{self.target}: the bandwidth of its memory is not known")
-        self.bandwidth = self.target.chip.hbm_bandwidth * self.model.memory
-        self.shares = dict(self.model.products)
+        self.bandwidth = self.target.chip.hbm_bandwidth * (1.0 if self.best else self.model.memory)
+        self.shares = {name: 1.0 if self.best else share for name, share in self.model.products}
         self.start = (
             self.model.launch_best
             if self.best
@@ -188,15 +197,7 @@ class GpuRates:
 
     def copy(self, piece: Piece) -> float:
         """Seconds of a copy between memories."""
-        seconds = piece.hbm_bytes / self.bandwidth
-        if piece.host_bytes:
-            if self.host is None:
-                self.unknown[
-                    "copies to and from the host's memory are not in the time: host_bandwidth is not given"
-                ] = None
-            else:
-                seconds = max(seconds, piece.host_bytes / self.host)
-        return seconds
+        return max(piece.hbm_bytes / self.bandwidth, piece.host_bytes / (self.host or self.model.host))
 
     def exchange(self, collective: Collective) -> tuple[float, frozenset[Any], str]:
         """Seconds, links that are busy meanwhile, label."""
