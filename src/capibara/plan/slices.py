@@ -112,6 +112,11 @@ class Slice:
         return True
 
     @property
+    def plans_host_memory(self) -> bool:
+        """Whether a program compiled without the device can keep arrays in the host's memory."""
+        return True
+
+    @property
     def usable_hbm_bytes(self) -> int:
         """Memory that the compiler makes available to a program on one device, in bytes."""
         usable = self.chip.usable_hbm_bytes

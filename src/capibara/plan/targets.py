@@ -89,6 +89,11 @@ class Target(Protocol):
         ...
 
     @property
+    def plans_host_memory(self) -> bool:
+        """Whether a program compiled without the device can keep arrays in the host's memory."""
+        ...
+
+    @property
     def text(self) -> str:
         """The short form that :func:`parse_target` reads back (without the view)."""
         ...

@@ -97,6 +97,11 @@ class GpuHost:
         return False
 
     @property
+    def plans_host_memory(self) -> bool:
+        """False: JAX does not know the memories of a GPU that is only described, so that arrays stay on it."""
+        return False
+
+    @property
     def text(self) -> str:
         """The short form that :func:`parse_gpus` reads back: ``"h100:8"``."""
         return f"{self.generation}:{self.count}"

@@ -99,7 +99,7 @@ def _proposals(
                 for count in (layout.microbatches, *_counts(config, layout, target.num_devices // size)):
                     other = replace(sharded, mesh=mesh, remat="full", microbatches=count)
                     yield f"{size} devices along model, remat full, {count} microbatches", other, target
-    if layout.offload == "none":
+    if layout.offload == "none" and target.plans_host_memory:
         most = [layout.microbatches, *_counts(config, layout, data)][-1]
         yield (
             "the optimizer's moments in the hosts' memory, remat full",

@@ -56,6 +56,8 @@ def layouts(config: ModularModelConfig, target: Target) -> Iterator[Layout]:
                             microbatches=count,
                             flags=choices[0],
                         )
+        if not target.plans_host_memory:
+            continue
         # The last resort: the least memory on the device, and the moments in the hosts'.
         yield Layout(mesh=mesh, remat="full", microbatches=counts[-1], offload="optimizer", flags=choices[0])
 

@@ -44,7 +44,7 @@ def print_serving(plan: ServingPlan, console: Any) -> None:
     cache = unit_of(max((point.cache_bytes for _, _, point in points), default=2**30))
     memory = unit_of(max((point.hbm_bytes for _, _, point in points), default=2**30))
     headings = (
-        "slice",
+        "/".join(dict.fromkeys(option.target.kind for option in plan.options)),
         "mesh",
         "",
         "requests",

@@ -14,9 +14,9 @@ Sources of the constants:
 
 - *Products*: cuBLAS as measured for XLA's own cost model on H100 (openxla/xla,
   ``service/gpu/model/matmul_interpolator_data.h``, sm_90): bfloat16 up to 779 TFLOP/s, 0.79 of the peak, and float32
-  through the tensor cores' TF32 up to 322, 0.65 of that peak. ``FLOPs / (0.79 · peak) + 6 µs`` is within a quarter of
-  the times in that table (a test has 20 of them). float8: 1,301 TFLOP/s on H200, 0.66 (8192³ with random numbers;
-  Azure/AI-benchmarking-guide, ``ND_H200_v5_results.md``). B200: 0.776 for bfloat16 and 0.763 for float8, "Maximum
+  through the tensor cores' TF32 up to 322, 0.65 of that peak. ``FLOPs / (0.79 · peak) + 6 µs`` is within 25 % of the
+  times in that table (37 % for float32; a test has 20 of them). float8: 1,301 TFLOP/s on H200, 0.66 (8192³ with
+  random numbers; Azure/AI-benchmarking-guide, ``ND_H200_v5_results.md``). B200: 0.776 for bfloat16 and 0.763 for float8, "Maximum
   Achievable Matmul FLOPS" in Bekman, "Machine Learning Engineering" (stas00/ml-engineering, ``compute/accelerator``),
   where H100 has 0.803; its TF32 as on H100.
 - *Memory*: BabelStream's triad reaches 4.15 of an H200's 4.8 TB/s (the same results of Azure): 0.865, for all.
@@ -139,7 +139,7 @@ def model_of(target: GpuHost) -> GpuModel:
       PlanError: none are known.
     """
     if target.generation not in _MODELS:
-        raise PlanError(f"{target}: there is no model of the time on {target.generation}")
+        raise PlanError(f"there is no model of the time on {target.generation}, only on {', '.join(_MODELS)}")
     return _MODELS[target.generation]
 
 
