@@ -72,10 +72,25 @@ class Slice:
     shape: tuple[int, ...]
     view: View = "chip"
 
-    platform = "tpu"
-    kind = "slice"
-    unit = "chip"
-    compiler = "the TPU compiler"
+    @property
+    def platform(self) -> Literal["tpu"]:
+        """JAX's name of the platform that programs are lowered for."""
+        return "tpu"
+
+    @property
+    def kind(self) -> str:
+        """What it is called."""
+        return "slice"
+
+    @property
+    def unit(self) -> str:
+        """What it consists of and is priced by."""
+        return "chip"
+
+    @property
+    def compiler(self) -> str:
+        """Whose figures those of a compiled program are, in words."""
+        return "the TPU compiler"
 
     @property
     def num_chips(self) -> int:
@@ -96,9 +111,13 @@ class Slice:
     def _whole_chip(self) -> Chip:
         return get_chip(f"tpu-{self.generation}")
 
-    @cached_property
+    @property
     def chip(self) -> Chip:
         """The capabilities of one device (half of a chip in the core view)."""
+        return self._device
+
+    @cached_property
+    def _device(self) -> Chip:
         return self._whole_chip.core_view() if self.view == "core" else self._whole_chip
 
     @property

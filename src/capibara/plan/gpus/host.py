@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,12 +47,35 @@ class GpuHost:
     count: int
     fraction: float = _TAKEN
 
-    platform = "cuda"
-    kind = "host"
-    unit = "GPU"
-    compiler = "XLA's GPU compiler"
-    view: Literal["chip"] = "chip"
-    devices_per_chip = 1
+    @property
+    def platform(self) -> Literal["cuda"]:
+        """JAX's name of the platform that programs are lowered for."""
+        return "cuda"
+
+    @property
+    def kind(self) -> str:
+        """What it is called."""
+        return "host"
+
+    @property
+    def unit(self) -> str:
+        """What it consists of and is priced by."""
+        return "GPU"
+
+    @property
+    def compiler(self) -> str:
+        """Whose figures those of a compiled program are, in words."""
+        return "XLA's GPU compiler"
+
+    @property
+    def view(self) -> Literal["chip"]:
+        """A GPU is one device."""
+        return "chip"
+
+    @property
+    def devices_per_chip(self) -> int:
+        """JAX devices of each GPU."""
+        return 1
 
     @property
     def num_chips(self) -> int:
@@ -69,7 +92,7 @@ class GpuHost:
         """GPUs behind the switch."""
         return (self.count,)
 
-    @cached_property
+    @property
     def chip(self) -> Chip:
         """The capabilities of one GPU."""
         return get_chip(self.generation)

@@ -16,9 +16,9 @@ Sources of the constants:
   ``service/gpu/model/matmul_interpolator_data.h``, sm_90): bfloat16 up to 779 TFLOP/s, 0.79 of the peak, and float32
   through the tensor cores' TF32 up to 322, 0.65 of that peak. ``FLOPs / (0.79 · peak) + 6 µs`` is within 25 % of the
   times in that table (37 % for float32; a test has 20 of them). float8: 1,301 TFLOP/s on H200, 0.66 (8192³ with
-  random numbers; Azure/AI-benchmarking-guide, ``ND_H200_v5_results.md``). B200: 0.776 for bfloat16 and 0.763 for float8, "Maximum
-  Achievable Matmul FLOPS" in Bekman, "Machine Learning Engineering" (stas00/ml-engineering, ``compute/accelerator``),
-  where H100 has 0.803; its TF32 as on H100.
+  random numbers; Azure/AI-benchmarking-guide, ``ND_H200_v5_results.md``). B200: 0.776 for bfloat16 and 0.763 for
+  float8, "Maximum Achievable Matmul FLOPS" in Bekman, "Machine Learning Engineering" (stas00/ml-engineering,
+  ``compute/accelerator``), where H100 has 0.803; its TF32 as on H100.
 - *Memory*: BabelStream's triad reaches 4.15 of an H200's 4.8 TB/s (the same results of Azure): 0.865, for all.
 - *Starting a kernel*: 6 µs alone, by the first table and by that of collectives (a copy within one GPU: 6.2 µs).
   Launches overlap with the kernels before ("Getting Started with CUDA Graphs", NVIDIA technical blog: 3.8 instead of
