@@ -29,6 +29,7 @@ GIB = 1024**3
 def test_the_catalogue_holds_every_promised_chip():
     wanted = {f"tpu-{v}" for v in ("v2", "v3", "v4", "v5e", "v5p", "v6e", "v7x")}
     wanted |= {"nvidia-a100-40gb", "nvidia-a100-80gb", "nvidia-h100-sxm", "nvidia-h100-pcie", "nvidia-h200"}
+    wanted |= {"nvidia-b200"}
     wanted |= {"arm-axion", "cpu-amd", "cpu-intel"}
     assert wanted <= set(ALL)
     assert {c.kind for c in list_chips()} == {"tpu", "gpu", "cpu"}

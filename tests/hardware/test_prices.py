@@ -70,8 +70,8 @@ def test_get_price():
 
 
 def test_unknown_is_said_not_zero():
-    with pytest.raises(UnknownPriceError, match=r"nvidia-h200.*none.*CAPIBARA_PRICES") as caught:
-        get_price("h200")
+    with pytest.raises(UnknownPriceError, match=r"nvidia-h100-pcie.*none.*CAPIBARA_PRICES") as caught:
+        get_price("h100-pcie")
     assert isinstance(caught.value, LookupError)
     with pytest.raises(UnknownPriceError, match=r"region 'mars'.*us-central2 on-demand"):
         get_price("v4", region="mars")

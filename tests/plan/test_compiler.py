@@ -352,7 +352,7 @@ def test_what_is_dropped_is_ours_and_unused(tmp_path, monkeypatch):
 
 def test_a_full_disk_is_said_before_compiling(tmp_path, monkeypatch):
     """Files can still be made on it, and hold nothing."""
-    monkeypatch.setattr("capibara.plan.compiler.pool.find_compiler", lambda: Compiler("1.0", None))
+    monkeypatch.setattr("capibara.plan.compiler.pool.compiler_for", lambda _: Compiler("1.0", None))
     full = lambda **_: open("/dev/full", "wb")  # noqa: E731, SIM115
     monkeypatch.setattr("tempfile.TemporaryFile", full)
     with pytest.raises(PlanError, match=r"cannot be kept in .*No space left on device.*--cache"):
@@ -392,7 +392,7 @@ def test_last_words_are_not_about_a_missing_tpu(tmp_path):
 
 
 def test_what_cannot_be_kept_is_said_before_compiling(tmp_path, monkeypatch):
-    monkeypatch.setattr("capibara.plan.compiler.pool.find_compiler", lambda: Compiler("1.0", None))
+    monkeypatch.setattr("capibara.plan.compiler.pool.compiler_for", lambda _: Compiler("1.0", None))
     (tmp_path / "file").write_text("")
     with pytest.raises(PlanError, match=r"cannot be kept in .*file/x.*--cache"):
         compile_program(job("product", rows=8), cache=ProgramCache(tmp_path / "file" / "x"))

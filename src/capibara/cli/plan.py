@@ -1,4 +1,4 @@
-"""``capibara plan``: what a configuration needs on a TPU slice, before renting one.
+"""``capibara plan``: what a configuration needs on a TPU slice or a host of GPUs, before renting one.
 
 Exit code 0 if a plan was made, 1 if nothing fits or ``--check`` found a difference, 2 for invalid input.
 """
@@ -24,9 +24,10 @@ from capibara.files import replace_file
 if TYPE_CHECKING:
     from capibara.plan import Plan
 
-HELP = """Find the fastest way to train a configuration on a TPU slice: mesh, sharding, rematerialisation, microbatches.
-The TPU compiler (libtpu) compiles the most promising ones on this machine, without a TPU: memory is the compiler's own
-figure, time is predicted from the compiled program. For instance:
+HELP = """Find the fastest way to train a configuration on a TPU slice or a host of GPUs: mesh, sharding,
+rematerialisation, microbatches. The TPU compiler (libtpu), or XLA's for GPUs, compiles the most promising ones on this
+machine, without the device: memory is the compiler's own figure, time is predicted from the compiled program.
+For instance:
 capibara plan --config production/tpu_v4 --topology v4:2x2x4"""
 
 # Changes that --explain compiles, and that --improve names.
@@ -83,8 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--topology",
-        help="v4:2x2x4, v4-32, v5p:4x4x4, v5e-16, v6e:4x4 …; two slices: 2xv5p:4x4x4; several to choose from: "
-        "v4-32,v5e-64 (default: v4-32)",
+        help="v4:2x2x4, v4-32, v5p:4x4x4, v5e-16, v6e:4x4 …; GPUs of one host: h100:8, h200:4, b200:8 …; two slices: "
+        "2xv5p:4x4x4; several to choose from: v4-32,v5e-64 (default: v4-32)",
     )
     parser.add_argument(
         "--dcn-gbps",
@@ -126,7 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="if nothing fits: list the largest buffers, and compile remedies",
     )
     parser.add_argument(
-        "--no-compile", action="store_true", help="estimates only, in a second, without libtpu"
+        "--no-compile", action="store_true", help="estimates only, in a second, without a compiler"
     )
     parser.add_argument("--region", help="region of the price")
     parser.add_argument("--term", default="on-demand", help="on-demand, spot, committed-1y or committed-3y")
@@ -195,7 +196,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{option.replace('_', '-')} needs the compiler: leave out --no-compile")
     _check_files(args)
     if not args.no_compile:
-        _show_compiler_notes()
+        _show_compiler_notes(_topology(args))
     if args.model is None:
         config, source = named_config(args)
         base = None
@@ -280,13 +281,13 @@ def _topology(args: argparse.Namespace) -> str:
     return "v4-32" if args.topology is None else args.topology
 
 
-def _show_compiler_notes() -> None:
+def _show_compiler_notes(topology: str) -> None:
     """Warn before minutes are spent on compiling; the plan's notes repeat it."""
-    from capibara.plan import CompilerMissingError
-    from capibara.plan.compiler import find_compiler
+    from capibara.plan import CompilerMissingError, parse_target
+    from capibara.plan.compiler import compiler_for
 
     try:
-        notes = find_compiler().notes()
+        notes = compiler_for(parse_target(topology)).notes()
     except CompilerMissingError:
         return
     for note in notes:
@@ -329,7 +330,7 @@ def _check_files(args: argparse.Namespace) -> None:
 
 
 def _explained(config: Any, layout: Any, args: argparse.Namespace, limit: float | None, progress: Any) -> Any:
-    from capibara.plan import parse_slice
+    from capibara.plan import parse_target
     from capibara.plan.memory import explain_oom
     from capibara.plan.several import Several
     from capibara.plan.work import TrainWork
@@ -340,7 +341,7 @@ def _explained(config: Any, layout: Any, args: argparse.Namespace, limit: float 
     return explain_oom(
         config if several is None else several.share(TrainWork(config)).config,
         layout,
-        parse_slice(_topology(args), args.view) if several is None else several.target,
+        parse_target(_topology(args), args.view) if several is None else several.target,
         max_compiles=_TRIED,
         memory_limit_gb=limit,
         workers=args.workers,
@@ -352,7 +353,6 @@ def _explained(config: Any, layout: Any, args: argparse.Namespace, limit: float 
 def _check(args: argparse.Namespace) -> int:
     from capibara.plan.lock import check_lock
 
-    _show_compiler_notes()
     tolerance = 0.05 if args.tolerance is None else args.tolerance
     with compilations(1, quiet=args.json) as progress:
         found = check_lock(

@@ -1,8 +1,8 @@
-"""Plan a program on a TPU slice before you rent it: memory, time and price.
+"""Plan a program on a TPU slice or a host of GPUs before you rent it: memory, time and price.
 
-:func:`plan` takes a configuration, or any step function through :func:`step_work`, and a slice; it searches layouts,
-compiles the best of them with the real TPU compiler on this machine, and returns a ranked :class:`Plan`. The names
-below are imported on first use.
+:func:`plan` takes a configuration, or any step function through :func:`step_work`, and a slice or host; it searches
+layouts, compiles the best of them with the real TPU or GPU compiler on this machine, and returns a ranked
+:class:`Plan`. The names below are imported on first use.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         fingerprint,
         record_fingerprints,
     )
+    from capibara.plan.gpus import GpuHost
     from capibara.plan.hbm import HBMChoice, HBMOptimizer
     from capibara.plan.memory import estimate_memory
     from capibara.plan.planning import Plan, plan
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from capibara.plan.sharding import create_mesh_sharding, create_training_mesh, optimize_sharding_strategy
     from capibara.plan.slices import Slice, parse_slice
     from capibara.plan.step import step_work
+    from capibara.plan.targets import Target, parse_target
     from capibara.plan.workloads import Workload
     from capibara.sharding import Layout
 
@@ -43,6 +45,7 @@ __all__ = [
     "DoesNotFitError",
     "Fingerprint",
     "FingerprintCheck",
+    "GpuHost",
     "HBMChoice",
     "HBMOptimizer",
     "Layout",
@@ -51,6 +54,7 @@ __all__ = [
     "ServingPlan",
     "Slice",
     "SlicesPlan",
+    "Target",
     "TpuCostOptimizer",
     "UnreachableTargetError",
     "Workload",
@@ -62,6 +66,7 @@ __all__ = [
     "fingerprint",
     "optimize_sharding_strategy",
     "parse_slice",
+    "parse_target",
     "plan",
     "plan_serving",
     "plan_slices",
@@ -81,6 +86,7 @@ _HOMES = {
         "fingerprint",
         "record_fingerprints",
     ),
+    "gpus": ("GpuHost",),
     "hbm": ("HBMChoice", "HBMOptimizer"),
     "memory": ("estimate_memory",),
     "planning": ("Layout", "Plan", "plan"),
@@ -88,6 +94,7 @@ _HOMES = {
     "sharding": ("create_mesh_sharding", "create_training_mesh", "optimize_sharding_strategy"),
     "slices": ("Slice", "parse_slice"),
     "step": ("step_work",),
+    "targets": ("Target", "parse_target"),
     "workloads": ("Workload",),
 }
 

@@ -16,7 +16,7 @@ from capibara.plan.compiler import CompiledProgram
 from capibara.plan.program import Frames, ProgramFacts, read_places
 from capibara.plan.program.parts import PASSES, part_of, pass_of
 from capibara.plan.program.places import Parts
-from capibara.plan.slices import Slice
+from capibara.plan.targets import Target
 from capibara.plan.time import time_of_each
 
 __all__ = ["Attribution", "Held", "Spent", "attribute"]
@@ -99,7 +99,7 @@ class _Table:
         return tuple(sorted(found, key=lambda one: -one.seconds))
 
 
-def attribute(program: CompiledProgram, target: Slice, mesh: tuple[tuple[str, int], ...]) -> Attribution:
+def attribute(program: CompiledProgram, target: Target, mesh: tuple[tuple[str, int], ...]) -> Attribution:
     """Attribute a compiled step's predicted time and its memory.
 
     Args:

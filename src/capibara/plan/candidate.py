@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from capibara.hardware import Price
 from capibara.plan.compiler import CompiledProgram
-from capibara.plan.slices import Slice
+from capibara.plan.targets import Target
 from capibara.plan.time import StepTime
 from capibara.plan.time.network import Exchange
 from capibara.sharding import Layout, across_slices
@@ -24,7 +24,7 @@ class Candidate:
 
     Attributes:
       layout: how the step is sharded over the slice.
-      target: the slice.
+      target: the slice or host.
       memory: bytes of HBM per device by kind; their sum is what a device needs.
       memory_source: ``"compiler"``, or ``"analytic"`` if nothing was compiled.
       time: of one step, as a range with its parts.
@@ -41,7 +41,7 @@ class Candidate:
     """
 
     layout: Layout
-    target: Slice
+    target: Target
     memory: Mapping[str, int]
     memory_source: Source
     time: StepTime

@@ -19,6 +19,7 @@ from capibara.plan.cost.operations import checked_number
 from capibara.plan.cost.optimizer import CostTarget, TpuCostOptimizer
 from capibara.plan.cost.ranking import rounded_up, sufficient
 from capibara.plan.errors import CompilerMissingError, DoesNotFitError, PlanError
+from capibara.plan.gpus import GpuHost, is_gpu_name
 from capibara.plan.planning import Plan, Progress, as_work, plan
 from capibara.plan.several import Several
 from capibara.plan.slices import Slice, parse_slice
@@ -252,6 +253,10 @@ def _targets(topologies: Any, view: str | None) -> list[Slice]:
     for each in topologies:
         if isinstance(each, str) and Several.read(each, view) is not None:
             raise PlanError(f"topologies: {each!r} is several slices of one kind, which are planned alone")
+        if isinstance(each, GpuHost) or is_gpu_name(each):
+            raise PlanError(
+                f"topologies: {each} is a host of GPUs, which is planned alone, beside slices of TPUs"
+            )
     found = list(dict.fromkeys(parse_slice(each, view) for each in topologies))
     if not found:
         raise PlanError("topologies: got no slice, expected at least one, as ['v4-32', 'v5e-64']")
@@ -260,6 +265,7 @@ def _targets(topologies: Any, view: str | None) -> list[Slice]:
 
 def _row(each: Considered) -> SliceRow:
     found: Plan = each.candidate
+    assert isinstance(found.target, Slice)  # it was asked for
     return SliceRow(
         found.target,
         found,

@@ -14,7 +14,7 @@ class PlanError(CapibaraError, ValueError):
 
 
 class CompilerMissingError(PlanError):
-    """The TPU compiler, the package ``libtpu``, is not installed on this machine."""
+    """The compiler (``libtpu`` for TPUs, JAX's CUDA plugin for GPUs) is not installed on this machine."""
 
 
 class CompilationError(PlanError, RuntimeError):

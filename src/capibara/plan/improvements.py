@@ -17,13 +17,15 @@ from capibara.errors import CapibaraError
 from capibara.plan.candidate import Candidate
 from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_programs
 from capibara.plan.program import read_program
+from capibara.plan.targets import Target
 from capibara.plan.time import predict_step
 from capibara.plan.work import TrainWork
 from capibara.sharding import Layout
 
 __all__ = ["Improvement", "find_improvements"]
 
-# Elements of a row of a TPU's registers and matrix unit.
+# Elements of a row of a TPU's registers and matrix unit, and of the tiles of matrix products on GPUs (NVIDIA, "Matrix
+# Multiplication Background User's Guide").
 _LANES = 128
 # Compiling each block takes its time: 24 of 50 million parameters five times that of a loop, and more in proportion.
 _MOST_UNROLLED = 32
@@ -94,7 +96,7 @@ def find_improvements(
     Raises:
       CompilerMissingError, CompilationError: as :func:`capibara.plan.compiler.compile_programs`.
     """
-    asked = [each for each in _proposals(config, best.layout) if not each.keys & set(fixed)]
+    asked = [each for each in _proposals(config, best.layout, best.target) if not each.keys & set(fixed)]
     target = best.target
     works = [TrainWork(each.config) for each in asked]
     jobs = [work.job(each.layout, target) for work, each in zip(works, asked, strict=True)]
@@ -182,15 +184,17 @@ class _Proposal:
         return f"{' '.join(self.settings)}, {self.layout.microbatches} microbatches"
 
 
-def _proposals(config: ModularModelConfig, layout: Layout) -> Iterator[_Proposal]:
-    for words, changed, where in _settings(config, layout):
+def _proposals(config: ModularModelConfig, layout: Layout, target: Target) -> Iterator[_Proposal]:
+    for words, changed, where in _settings(config, layout, target):
         settings = tuple(f"{key}={setting_text(value)}" for key, value in changed.items())
         # What does not go together, such as a dtype that a layer does not have, is no proposal.
         with contextlib.suppress(CapibaraError):
             yield _Proposal(words, settings, ModularModelConfig.from_dict(config.to_dict(), settings), where)
 
 
-def _settings(config: ModularModelConfig, layout: Layout) -> Iterator[tuple[str, dict[str, Any], Layout]]:
+def _settings(
+    config: ModularModelConfig, layout: Layout, target: Target
+) -> Iterator[tuple[str, dict[str, Any], Layout]]:
     model, train = config.model, config.train
     if config.precision.compute_dtype == "float32":
         yield (
@@ -200,10 +204,11 @@ def _settings(config: ModularModelConfig, layout: Layout) -> Iterator[tuple[str,
         )
     if model.residual == "accumulate" and config.precision.compute_dtype != config.precision.accumulate_dtype:
         yield "a residual stream of the dtype of products", {"model.residual": "compute"}, layout
+    what = "TPU" if target.platform == "tpu" else "GPU"
     tile = _LANES * layout.axis_sizes.get("model", 1)
     for key, size in (("model.vocab_size", model.vocab_size), ("model.mlp_dim", model.mlp_dim)):
         if size is not None and size % tile:
-            yield f"sizes that fill a TPU's tiles of {_LANES}", {key: -(-size // tile) * tile}, layout
+            yield f"sizes that fill a {what}'s tiles of {_LANES}", {key: -(-size // tile) * tile}, layout
     if model.scan_layers != "unroll" and model.num_layers <= _MOST_UNROLLED:
         yield (
             "blocks that are compiled one by one: no stacks of what a loop keeps for its gradient",

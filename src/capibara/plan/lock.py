@@ -20,12 +20,12 @@ from capibara.config import ModularModelConfig
 from capibara.config.flags import flag_problem
 from capibara.errors import ConfigError
 from capibara.files import replace_file
-from capibara.plan.compiler import CompiledProgram, ProgramCache, find_compiler
+from capibara.plan.compiler import CompiledProgram, ProgramCache, compiler_for
 from capibara.plan.errors import PlanError
 from capibara.plan.fingerprints import Fingerprint
 from capibara.plan.planning import Plan, candidate_of
 from capibara.plan.sizes import size_text, unit_of
-from capibara.plan.slices import Slice, parse_slice
+from capibara.plan.targets import parse_target
 from capibara.plan.work import TrainWork
 from capibara.sharding import Layout
 
@@ -130,7 +130,7 @@ def write_lock(plan: Plan, path: str | os.PathLike[str]) -> None:
         "hbm_bytes": best.hbm_bytes,
         "step_seconds": best.step_seconds,
         # That the compiler is not the one that JAX pins.
-        "notes": find_compiler().notes(),
+        "notes": compiler_for(plan.target).notes(),
     }
     if best.program is not None:
         data["figures"] = dict(Fingerprint.of(best.program).figures)
@@ -164,7 +164,7 @@ def check_lock(
     before = Fingerprint(locked["program_hash"], locked["versions"], locked["figures"])
     figures = Fingerprint.of(program).figures if locked["figures"] and program.fits else locked["figures"]
     now = Fingerprint(program.program_hash or before.digest, versions, figures)
-    changed = (*before.changes(now), *find_compiler().notes())
+    changed = (*before.changes(now), *compiler_for(target).notes())
     if candidate is None:
         return LockCheck((), changed, f"{program.status}: {program.message[:500]}")
     if candidate.hbm_bytes > locked["limit_bytes"]:
@@ -194,7 +194,7 @@ def _read(path: Path) -> dict[str, Any]:
         for name, value in layout.flags:
             if (problem := flag_problem(f"{name}={value}")) is not None:
                 raise ValueError(f"compiler flags: {problem}")
-        target: Slice = parse_slice(found["topology"], found["view"], rented=False)
+        target = parse_target(found["topology"], found["view"], rented=False)
         return {
             "config": ModularModelConfig.from_dict(_mapping(found["config"])),
             "slice": target,

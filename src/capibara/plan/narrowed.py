@@ -10,7 +10,7 @@ from capibara.config.overrides import setting_text
 from capibara.plan.compiler import Job
 from capibara.plan.compiler.limits import within
 from capibara.plan.errors import PlanError
-from capibara.plan.slices import Slice
+from capibara.plan.targets import Target
 from capibara.plan.work import Rough, Work
 from capibara.sharding import Layout
 
@@ -131,7 +131,7 @@ class Narrowed:
         """Floating-point operations of a step that the model asks for."""
         return self.work.flops
 
-    def layouts(self, target: Slice) -> Iterator[Layout]:
+    def layouts(self, target: Target) -> Iterator[Layout]:
         """Those that are left.
 
         Raises:
@@ -158,10 +158,10 @@ class Narrowed:
         kept, rows = self.kept
         return layout in kept.layouts([layout], rows)
 
-    def rough(self, layout: Layout, target: Slice) -> Rough:
+    def rough(self, layout: Layout, target: Target) -> Rough:
         """What it would take, without a compiler."""
         return self.work.rough(layout, target)
 
-    def job(self, layout: Layout, target: Slice) -> Job:
+    def job(self, layout: Layout, target: Target) -> Job:
         """The program to compile."""
         return self.work.job(layout, target)

@@ -17,7 +17,7 @@ from capibara.plan.candidate import Candidate
 from capibara.plan.errors import PlanError
 from capibara.plan.narrowed import LAYOUT_SETTINGS
 from capibara.plan.planned import read_planned
-from capibara.plan.slices import Slice
+from capibara.plan.targets import Target
 from capibara.plan.work import TrainWork, Work
 from capibara.sharding import Layout
 
@@ -131,7 +131,7 @@ def _words(given: Any) -> list[str]:
     return words
 
 
-def why_not(task: Work, layout: Layout, target: Slice) -> str:
+def why_not(task: Work, layout: Layout, target: Target) -> str:
     """Why a layout cannot divide the step over a slice; empty if it can."""
     if layout.num_devices != target.num_devices:
         return f"its mesh has {layout.num_devices} devices, and {target} has {target.num_devices}"

@@ -19,7 +19,7 @@ from capibara.config.flags import flag_problem
 from capibara.config.overrides import leaf_fields, setting_text
 from capibara.errors import ConfigError
 from capibara.plan.errors import PlanError
-from capibara.plan.slices import parse_slice
+from capibara.plan.targets import parse_target
 from capibara.sharding import Layout
 
 __all__ = ["Planned", "read_planned", "train_command"]
@@ -44,7 +44,7 @@ class Planned:
     Attributes:
       config: the planned configuration, including the layout's settings.
       layout: how its step is sharded over the slice.
-      topology: the slice, as named in the file.
+      topology: the slice or host, as named in the file.
     """
 
     config: ModularModelConfig
@@ -108,7 +108,7 @@ def read_planned(path: str | os.PathLike[str]) -> Planned:
         if found.get("config") is None:
             raise ValueError("it is the plan of a step function, and trains no configuration")
         config = ModularModelConfig.from_dict(_table(found["config"]), layout.settings())
-        return Planned(config, layout, parse_slice(found["topology"], rented=False).text)
+        return Planned(config, layout, parse_target(found["topology"], rented=False).text)
     except KeyError as error:
         raise PlanError(f"{path} is not a valid plan file: missing {error}") from None
     except (ValueError, TypeError, RecursionError, ConfigError) as error:

@@ -1,4 +1,4 @@
-"""``plan``: from a configuration and a slice to a ranked list of layouts, before you rent hardware."""
+"""``plan``: from a configuration and a slice or host to a ranked list of layouts, before you rent hardware."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from capibara.errors import ConfigError
 from capibara.hardware import Price
 from capibara.plan.attribution import Attribution, attribute
 from capibara.plan.candidate import Candidate
-from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_program, find_compiler
+from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_program, compiler_for
 from capibara.plan.compiler.limits import within
 from capibara.plan.errors import CompilationError, CompilerMissingError, DoesNotFitError, PlanError
-from capibara.plan.grids import MOST_CHIPS, at_least
 from capibara.plan.improvements import Improvement, find_improvements
 from capibara.plan.memory.least import LeastMemory, find_least_memory
 from capibara.plan.narrowed import Kept, Narrowed
 from capibara.plan.own import OwnLayout, read_layout, why_not
 from capibara.plan.planned import train_command
 from capibara.plan.program import read_program
-from capibara.plan.search.best_first import Search, search
+from capibara.plan.search.best_first import Compiled, Search, search
 from capibara.plan.several import Several
 from capibara.plan.sizes import limit_text, size_text
-from capibara.plan.slices import Slice, parse_slice
+from capibara.plan.slices import Slice
+from capibara.plan.targets import Target, parse_target
 from capibara.plan.time import Part, StepTime, predict_step
-from capibara.plan.validation import COMPILE_REMEDY, check_counts, host_notes, limit_of, price_of
+from capibara.plan.validation import check_counts, compile_remedy, limit_of, price_of
 from capibara.plan.work import Rough, TrainWork, Work
 from capibara.sharding import Layout
 
@@ -39,11 +39,11 @@ __all__ = ["Plan", "Progress", "as_work", "candidate_of", "memory_by_kind", "pla
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step needs on a slice, and the best ways found to run it.
+    """What a step needs on a slice or host, and the best ways found to run it.
 
     Attributes:
       work: a one-line description.
-      target: the slice; with several, one of them.
+      target: the slice, or host of GPUs; with several slices, one of them.
       slices: how many slices there are.
       limit_bytes: memory that a device may use.
       candidates: those that fit, the fastest first.
@@ -61,7 +61,7 @@ class Plan:
     """
 
     work: str
-    target: Slice
+    target: Target
     limit_bytes: int
     candidates: tuple[Candidate, ...]
     refused: tuple[tuple[Layout, str], ...] = ()
@@ -101,7 +101,7 @@ class Plan:
 
     @property
     def num_chips(self) -> int:
-        """Chips of all slices."""
+        """Chips of all slices, or GPUs of the host."""
         return self.target.num_chips * self.slices
 
     @property
@@ -193,6 +193,10 @@ class Plan:
                 "only the plan of a configuration can be exported: a step function's shardings are "
                 "work.specs(found.best.layout)"
             )
+        if not isinstance(self.target, Slice):
+            raise PlanError(
+                f"the layout of a plan for GPUs ({self.target.text}) is not exported, only a slice's"
+            )
         best = self.best
         return export_layout(
             self.config,
@@ -214,7 +218,7 @@ Progress = Callable[[str, Layout, CompiledProgram | None], None]
 
 def plan(
     work: ModularModelConfig | Work | str | os.PathLike[str],
-    topology: str | Slice = "v4-32",
+    topology: str | Target = "v4-32",
     *,
     view: str | None = None,
     dcn_gbps: float | None = None,
@@ -234,24 +238,24 @@ def plan(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> Plan:
-    """Find the fastest way to run a step on a TPU slice, without the hardware.
+    """Find the fastest way to run a step on a TPU slice or a host of GPUs, without the hardware.
 
     Hundreds of layouts (mesh, sharding, rematerialisation, microbatches, optimizer sharding, offload) are ranked by
-    rough estimates; the real TPU compiler (``libtpu``, ahead of time, in separate processes) schedules the best of
-    them, which takes some seconds each, and compiles the best of those. HBM is the compiler's figure; the time is
-    predicted from the compiled program (:mod:`capibara.plan.time`).
+    rough estimates; the real compiler (``libtpu``, or XLA's for GPUs; ahead of time, in separate processes) schedules
+    the best of them, which takes some seconds each for TPUs, and compiles the best of those. HBM is the compiler's
+    figure; the time is predicted from the compiled program (:mod:`capibara.plan.time`).
 
     Args:
       work: a configuration, its name or path (as ``ModularModelConfig.from_toml``), or a :class:`Work`.
-      topology: ``"v4:2x2x4"``, ``"v4-32"``, ``"v5p:4x4x4"``, ``"v6e-16"`` … or, of several slices, ``"2xv5p:4x4x4"``:
-        each has the whole model and its share of the batch, and they exchange gradients
-        (:mod:`capibara.plan.time.network`).
+      topology: ``"v4:2x2x4"``, ``"v4-32"``, ``"v5p:4x4x4"``, ``"v6e-16"`` …; ``"h100:8"`` for GPUs of one host; or,
+        of several slices, ``"2xv5p:4x4x4"``: each has the whole model and its share of the batch, and they exchange
+        gradients (:mod:`capibara.plan.time.network`).
       view: ``"chip"`` or ``"core"``, what a device is; by default a chip, if its cores can act as one.
       dcn_gbps: gigabits a second, one way, that a chip has of the network between several slices; by default as
         published.
       memory_limit_gb: GiB that a device may use, if less than it has. The compiler is told so, and makes programs
-        smaller that are a little too large; training is told by the layout's flags.
-      compile: whether to compile; otherwise figures are estimates and labelled as such. By default if the TPU
+        smaller that are a little too large; training is told by the layout's flags. The GPU compiler cannot be told.
+      compile: whether to compile; otherwise figures are estimates and labelled as such. By default if the
         compiler is installed; without it the plan is an estimate, whose notes say how to install it.
       max_compiles: maximum number of layouts that the compiler sees. top: how many to report.
       keep: settings of the configuration that a plan otherwise chooses, and shall not: any of
@@ -272,10 +276,10 @@ def plan(
       DoesNotFitError: nothing fits; the message gives the smallest layout's memory, and what would help.
       TopologyError, PriceError, ConfigError: an unknown topology, an invalid term or price file, an unknown
         configuration.
-      PlanError: an invalid slice, a batch that cannot be divided, or the compiler failed for another reason.
-      CompilerMissingError: ``compile`` is requested and the TPU compiler is not installed.
+      PlanError: an invalid target, a batch that cannot be divided, or the compiler failed for another reason.
+      CompilerMissingError: ``compile`` is requested and the compiler is not installed.
     """
-    if not isinstance(topology, str | Slice):
+    if isinstance(topology, Iterable) and not isinstance(topology, str):
         raise PlanError(
             f"topology: got {type(topology).__name__}, expected one slice, as 'v4-32'. capibara.plan.plan_slices "
             "compares several"
@@ -283,7 +287,7 @@ def plan(
     several = Several.read(topology, view, dcn_gbps)
     if several is not None and several.count == 1:
         topology, several = several.target, None
-    target = parse_slice(topology, view) if several is None else several.target
+    target = parse_target(topology, view) if several is None else several.target
     whole = as_work(work)
     task = whole if several is None else several.share(whole)
     if several is not None and layout is not None:
@@ -295,20 +299,25 @@ def plan(
         raise PlanError("improve: changes are compiled for one slice. Leave it out, or plan one slice")
     if improve and not isinstance(task, TrainWork):
         raise PlanError("improve: a step function has no settings to change. Leave it out")
+    if least_memory and target.limit_flag(target.usable_hbm_bytes) is None:
+        raise PlanError(
+            f"least_memory: {target.compiler} does not make programs smaller for a limit. Leave it out; settings given "
+            "by hand are kept, such as model.remat=full or train.gradient_accumulation_steps=4"
+        )
     check_counts(max_compiles=max_compiles, top=top, **({} if workers is None else {"workers": workers}))
     notes: list[str] = []
     given = None if layout is None else within(read_layout(layout, task), limit, target)
     narrowed = Narrowed(task, limit, _kept(task, keep, notes))
-    notes += host_notes(target)
+    notes += target.notes()
     price = price_of(target, region, term, prices, notes)
     if compile is None:
-        compile = _can_compile(notes)
+        compile = _can_compile(target, notes)
     elif not compile:
-        notes.append(f"nothing was compiled: memory and time are estimates ({COMPILE_REMEDY})")
+        notes.append(f"nothing was compiled: memory and time are estimates ({compile_remedy(target)})")
     least = None
     improvements: tuple[Improvement, ...] = ()
     if compile:
-        notes += find_compiler().notes()
+        notes += compiler_for(target).notes()
         store = ProgramCache(cache)
         times: dict[Layout, StepTime] = {}
 
@@ -358,7 +367,7 @@ def plan(
         ]
         # The best is compiled, whatever the others promise.
         candidates[1:] = sorted(candidates[1:], key=lambda one: one.step_seconds)
-        refused = tuple((c.layout, c.program.message) for c in found.compiled if c.seconds is None)
+        refused = tuple((c.layout, _refusal(c, limit)) for c in found.compiled if c.seconds is None)
         own = None if given is None else _own(task, target, given, limit, price, store, progress)
         candidates = _with_own(candidates, own, narrowed)
         if all(candidate.scheduled for candidate in candidates):
@@ -396,7 +405,7 @@ def plan(
             )
         if least_memory:
             raise PlanError(
-                f"least_memory: only the compiler knows it, and nothing is compiled here ({COMPILE_REMEDY})"
+                f"least_memory: only the compiler knows it, and nothing is compiled here ({compile_remedy(target)})"
             )
         if not isinstance(task, TrainWork):
             notes.append(
@@ -449,10 +458,10 @@ def _kept(task: Work, keep: Iterable[str], notes: list[str]) -> tuple[Kept, int]
     return kept, task.config.train.batch_size
 
 
-def _can_compile(notes: list[str]) -> bool:
+def _can_compile(target: Target, notes: list[str]) -> bool:
     """Whether there is a compiler; where not, a note says how to get it."""
     try:
-        find_compiler()
+        compiler_for(target)
     except CompilerMissingError as error:
         notes.append(f"nothing was compiled, memory and time are estimates: {error}")
         return False
@@ -461,7 +470,7 @@ def _can_compile(notes: list[str]) -> bool:
 
 def candidate_of(
     work: Work,
-    target: Slice,
+    target: Target,
     layout: Layout,
     *,
     price: Price | None = None,
@@ -510,7 +519,7 @@ def memory_by_kind(program: CompiledProgram, rough: Mapping[str, int]) -> dict[s
 
 def _compiled_candidate(
     task: Work,
-    target: Slice,
+    target: Target,
     layout: Layout,
     program: CompiledProgram,
     rough: Mapping[str, int],
@@ -536,7 +545,7 @@ def _compiled_candidate(
 
 def _own(
     task: Work,
-    target: Slice,
+    target: Target,
     layout: Layout,
     limit: int,
     price: Price | None,
@@ -559,7 +568,7 @@ def _own(
     return OwnLayout(layout, candidate)
 
 
-def _own_estimate(task: Work, target: Slice, layout: Layout, limit: int, price: Price | None) -> OwnLayout:
+def _own_estimate(task: Work, target: Target, layout: Layout, limit: int, price: Price | None) -> OwnLayout:
     """The user's own layout, estimated."""
     if reason := why_not(task, layout, target):
         return OwnLayout(layout, reason=reason)
@@ -572,7 +581,7 @@ def _own_estimate(task: Work, target: Slice, layout: Layout, limit: int, price: 
     return OwnLayout(layout, candidate)
 
 
-def _takes(size: int, target: Slice, limit: int, source: str) -> str:
+def _takes(size: int, target: Target, limit: int, source: str) -> str:
     return f"it takes {size_text(size)} a device ({source}), and {limit_text(target, limit)}"
 
 
@@ -597,7 +606,7 @@ def _shown(candidates: list[Candidate], top: int, own: OwnLayout | None) -> tupl
 
 
 def _uncompiled(
-    task: Narrowed, target: Slice, limit: int, price: Price | None, own: OwnLayout | None = None
+    task: Narrowed, target: Target, limit: int, price: Price | None, own: OwnLayout | None = None
 ) -> tuple[list[Candidate], tuple[int, int, int]]:
     rough = {layout: task.rough(layout, target) for layout in task.layouts(target)}
     fitting = {k: r for k, r in rough.items() if r.hbm_bytes <= limit and k.offload == "none"}
@@ -614,7 +623,7 @@ def _uncompiled(
 
 
 def _estimated_candidate(
-    task: Work, target: Slice, layout: Layout, rough: Rough, price: Price | None
+    task: Work, target: Target, layout: Layout, rough: Rough, price: Price | None
 ) -> Candidate:
     return Candidate(
         layout=layout,
@@ -643,7 +652,15 @@ def _rough_time(rough: Rough) -> StepTime:
     )
 
 
-def _check(found: Search, task: Work, target: Slice, limit: int) -> None:
+def _refusal(compiled: Compiled, limit: int) -> str:
+    """Why a layout is not a candidate."""
+    program = compiled.program
+    if program.memory is None:
+        return program.message
+    return f"it takes {size_text(program.memory.total)}, more than {size_text(limit)}"
+
+
+def _check(found: Search, task: Work, target: Target, limit: int) -> None:
     if found.fitting:
         return
     if not found.compiled:
@@ -666,19 +683,15 @@ def _check(found: Search, task: Work, target: Slice, limit: int) -> None:
 
 
 def _does_not_fit(
-    task: Work, target: Slice, limit: int, needed: int, kinds: Mapping[str, int], source: str
+    task: Work, target: Target, limit: int, needed: int, kinds: Mapping[str, int], source: str
 ) -> str:
     largest = sorted(kinds.items(), key=lambda item: -item[1])[:3]
     parts = ", ".join(f"{name} {size_text(size)}" for name, size in largest)
     if source != "estimated":  # the kinds are, and need not add up to the compiler's figure
         parts = f"estimated: {parts}"
     chips = math.ceil(target.num_chips * needed / limit)
-    larger = at_least(target.generation, chips)
-    more = (
-        f"More than the {MOST_CHIPS[target.generation]} chips of a {target.generation} pod"
-        if larger is None
-        else f"A slice such as {Slice(target.generation, larger)}"
-    )
+    larger = target.larger(chips)
+    more = f"More than {target.most}" if larger is None else f"A {target.kind} such as {larger}"
     help = (
         "a smaller train.batch_size or train.sequence_length would help; capibara plan --explain lists the largest "
         "buffers"
@@ -691,7 +704,7 @@ def _does_not_fit(
     )
 
 
-def _no_layout(task: Work, target: Slice) -> PlanError:
+def _no_layout(task: Work, target: Target) -> PlanError:
     if not _trains(task):
         return PlanError(
             f"no mesh of {target.num_devices} devices divides the work ({task.title}): the first dimension of every "

@@ -15,9 +15,11 @@ from typing import Any
 from capibara.config import ModularModelConfig
 from capibara.plan.candidate import Candidate
 from capibara.plan.errors import PlanError
+from capibara.plan.gpus import is_gpu_name
 from capibara.plan.search.analytic import count_parameters
 from capibara.plan.sizes import size_text
 from capibara.plan.slices import Slice, parse_slice
+from capibara.plan.targets import Target
 from capibara.plan.time.network import Exchange
 from capibara.plan.work import TrainWork, Work
 from capibara.sharding import Layout
@@ -47,7 +49,7 @@ class Several:
     source: str
 
     @classmethod
-    def read(cls, topology: str | Slice, view: str | None = None, dcn_gbps: Any = None) -> Several | None:
+    def read(cls, topology: str | Target, view: str | None = None, dcn_gbps: Any = None) -> Several | None:
         """Read ``"2xv5p:4x4x4"`` or ``"4xv5e-256"``; None if it names one slice.
 
         Args:
@@ -74,6 +76,8 @@ class Several:
         count = int(match[1])
         if not 1 <= count <= MOST_SLICES:
             raise PlanError(f"topology={topology!r}: got {count} slices, expected 1 to {MOST_SLICES}")
+        if is_gpu_name(match[2]):
+            raise PlanError(f"topology={topology!r}: GPUs are planned for one host. Write {match[2].strip()}")
         target = parse_slice(match[2], view)
         if dcn_gbps is not None:
             return cls(target, count, float(dcn_gbps) * _GBPS, "given")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from capibara.measure.sizes import size_text, unit_of
-from capibara.plan.slices import Slice
+from capibara.plan.targets import Target
 
 __all__ = ["count_text", "limit_text", "size_text", "unit_of"]
 
 
-def limit_text(target: Slice, limit: int) -> str:
+def limit_text(target: Target, limit: int) -> str:
     """``"a device has 15.75 GiB"``, or what it may use of that."""
     usable = target.usable_hbm_bytes
     if limit >= usable:

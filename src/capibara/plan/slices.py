@@ -22,16 +22,29 @@ from capibara.plan.errors import PlanError
 from capibara.plan.grids import (
     DIMENSIONS,
     MOST_CHIPS,
+    at_least,
     grid_text,
     is_part_of_host,
     is_rented,
     nearest,
     usual_grid,
 )
+from capibara.sharding import ASYNCHRONOUS as _ASYNCHRONOUS
+from capibara.sharding import WHOLE_PRODUCTS as _WHOLE_PRODUCTS
+from capibara.sharding import Links
+from capibara.sharding.communication import flags_of
 
-__all__ = ["GENERATIONS", "Slice", "parse_slice"]
+__all__ = ["ASYNCHRONOUS", "GENERATIONS", "LIMIT", "WHOLE_PRODUCTS", "Slice", "limit_option", "parse_slice"]
 
 View = Literal["chip", "core"]
+
+LIMIT = "xla_tpu_max_hbm_size_mib"
+"""The TPU compiler's option for the memory that a program may use, in MiB; what the runtime reserves is not part of it
+(libtpu 0.0.42)."""
+
+ASYNCHRONOUS = flags_of(_ASYNCHRONOUS["tpu"])
+# Where activations are exchanged (a model axis) it can be either way, so both are tried.
+WHOLE_PRODUCTS = flags_of(_WHOLE_PRODUCTS)
 
 GENERATIONS = ("v4", "v5e", "v5p", "v6e", "v7x")
 # A device's floating-point operations in one cycle in bfloat16: matrix units × rows × columns × 2. With the vendor's
@@ -60,6 +73,26 @@ class Slice:
     view: View = "chip"
 
     @property
+    def platform(self) -> Literal["tpu"]:
+        """JAX's name of the platform that programs are lowered for."""
+        return "tpu"
+
+    @property
+    def kind(self) -> str:
+        """What it is called."""
+        return "slice"
+
+    @property
+    def unit(self) -> str:
+        """What it consists of and is priced by."""
+        return "chip"
+
+    @property
+    def compiler(self) -> str:
+        """Whose figures those of a compiled program are, in words."""
+        return "the TPU compiler"
+
+    @property
     def num_chips(self) -> int:
         """Number of chips, the unit of rental."""
         return math.prod(self.shape)
@@ -78,10 +111,29 @@ class Slice:
     def _whole_chip(self) -> Chip:
         return get_chip(f"tpu-{self.generation}")
 
-    @cached_property
+    @property
     def chip(self) -> Chip:
         """The capabilities of one device (half of a chip in the core view)."""
+        return self._device
+
+    @cached_property
+    def _device(self) -> Chip:
         return self._whole_chip.core_view() if self.view == "core" else self._whole_chip
+
+    @property
+    def chip_name(self) -> str:
+        """The whole chip's name in the catalogue, and in price files."""
+        return f"tpu-{self.generation}"
+
+    @property
+    def pads_to_tiles(self) -> bool:
+        """Whether arrays are padded to tiles in memory."""
+        return True
+
+    @property
+    def plans_host_memory(self) -> bool:
+        """Whether a program compiled without the device can keep arrays in the host's memory."""
+        return True
 
     @property
     def usable_hbm_bytes(self) -> int:
@@ -150,10 +202,49 @@ class Slice:
         """The short form that :func:`parse_slice` reads back (without the view): ``"v4:2x2x4"``."""
         return f"{self.generation}:{self.grid}"
 
+    def links(self, sizes: dict[str, int]) -> Links:
+        """What a mesh of these sizes exchanges over, for estimates without a program: a ring of the grid each axis."""
+        return Links(sizes, 2 * self.link_bandwidth, hop_seconds=0.0)
+
+    def flag_choices(self, mesh: tuple[tuple[str, int], ...]) -> tuple[tuple[tuple[str, str], ...], ...]:
+        """Options of the compiler that are tried on a mesh, the usual ones first."""
+        several = dict(mesh).get("model", 1) > 1
+        return (WHOLE_PRODUCTS, ASYNCHRONOUS) if several else (WHOLE_PRODUCTS,)
+
+    def limit_flag(self, limit_bytes: int) -> tuple[str, str]:
+        """The option by which a program may use so many bytes of a device's memory, rounded down to MiB."""
+        return limit_option(limit_bytes)
+
+    def larger(self, chips: int) -> Slice | None:
+        """The smallest rented slice of the same generation with so many chips; None where there is none."""
+        grid = at_least(self.generation, chips)
+        return None if grid is None else Slice(self.generation, grid)
+
+    @property
+    def most(self) -> str:
+        """The most that there is, for messages."""
+        return f"the {MOST_CHIPS[self.generation]} chips of a {self.generation} pod"
+
+    def notes(self) -> list[str]:
+        """A note for a part of a host, which has no price of its own."""
+        if not is_part_of_host(self.generation, self.shape):
+            return []
+        whole = self.larger(2) or self
+        return [f"{self.text} is a part of a host, which is rented as {whole}; the price is that part's"]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"generation": self.generation, "shape": list(self.shape), "view": self.view}
+
     def __str__(self) -> str:
         devices = f", {self.num_devices} devices (one a core)" if self.view == "core" else ""
         chips = f"{self.num_chips} chip{'s' * (self.num_chips != 1)}"
         return f"{self.text} ({chips}, {self.slice_name}{devices})"
+
+
+def limit_option(limit_bytes: int) -> tuple[str, str]:
+    """The option by which a program may use so many bytes of a TPU's memory, rounded down to MiB."""
+    return LIMIT, str(max(1, limit_bytes >> 20))
 
 
 def parse_slice(text: str | Slice, view: str | None = None, *, rented: bool = True) -> Slice:

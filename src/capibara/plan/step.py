@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from capibara.errors import did_you_mean
 from capibara.files import replace_file
 from capibara.plan.compiler import Job, ProgramCache
 from capibara.plan.errors import PlanError
 from capibara.plan.isolated import isolated
-from capibara.plan.search.space import WHOLE_PRODUCTS, meshes
+from capibara.plan.search.space import meshes
 from capibara.plan.sizes import size_text
-from capibara.plan.slices import Slice
 from capibara.plan.step_arguments import (
     Rules,
     arrays_of,
@@ -27,15 +27,27 @@ from capibara.plan.step_arguments import (
     preferred_axes,
     rules_of,
 )
+from capibara.plan.targets import Target
 from capibara.plan.validation import MeshSizes
 from capibara.plan.work import Rough
-from capibara.sharding import Layout, Links
+from capibara.sharding import Layout
 
 __all__ = ["StepWork", "step_work"]
 
 # A closed-over array up to this size is a constant like any other.
 _SMALL_CONSTANT = 64 << 10
 _REACHED = 0.5
+# Platforms that a function is exported for, in words, and calls that are no obstacle there.
+_PLATFORMS = {"tpu": "TPUs", "cuda": "NVIDIA GPUs"}
+_CALLS = {
+    "tpu": ("tpu_custom_call", "LayoutConstraint"),
+    "cuda": (
+        "__gpu$xla.gpu.triton",
+        "__cudnn$fmhaSoftmax",
+        "__cudnn$fmhaSoftmaxBackward",
+        "LayoutConstraint",
+    ),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +63,7 @@ class StepWork:
       donated: indices of the donated ones.
       counted_flops: matrix products and convolutions of a step, counted from its jaxpr.
       tokens: of a step, if given.
+      platform: that it was exported for, ``"tpu"`` or ``"cuda"``.
       structure: the trees of the arguments (a JAX tree definition).
       rules: for the axis names, in place of the layout's; None: ``AxisRules``, on the axes ``data`` and ``model``.
       mesh_axes: the axes of a mesh, with ``rules``.
@@ -66,6 +79,7 @@ class StepWork:
     donated: tuple[int, ...]
     counted_flops: float
     tokens: int | None = None
+    platform: str = "tpu"
     structure: Any = field(default=None, repr=False)
     rules: Rules | None = field(default=None, repr=False)
     mesh_axes: tuple[str, ...] = ()
@@ -76,8 +90,13 @@ class StepWork:
         """Floating-point operations of a step."""
         return self.counted_flops
 
-    def layouts(self, target: Slice) -> Iterator[Layout]:
+    def layouts(self, target: Target) -> Iterator[Layout]:
         """Meshes and shardings; rematerialisation is up to the function."""
+        if target.platform != self.platform:
+            raise PlanError(
+                f"the step was exported for {_PLATFORMS[self.platform]}, and {target} has others. Export it with "
+                f"step_work(…, platform={target.platform!r})"
+            )
         if self.rules is not None:
             yield from self._ruled_layouts(target)
             return
@@ -85,16 +104,17 @@ class StepWork:
         rows = [self.shapes[n][0] for n in self.kinds["batch"] if self.shapes[n]]
         for mesh in meshes(target.num_devices, widest):
             data = dict(mesh)["data"]
+            flags = target.flag_choices(mesh)[0]
             if any(size % data for size in rows):
                 continue
             for parameters in ("sharded", "replicated") if data > 1 else ("sharded",):
-                yield Layout(mesh=mesh, parameters=parameters, remat="none", flags=WHOLE_PRODUCTS)
+                yield Layout(mesh=mesh, parameters=parameters, remat="none", flags=flags)
 
-    def _ruled_layouts(self, target: Slice) -> Iterator[Layout]:
+    def _ruled_layouts(self, target: Target) -> Iterator[Layout]:
         """Every mesh of the rules' axes whose devices all have a part: of the rows, if an axis is for these."""
         of_rows = {axis for n in self.kinds["batch"] for axis in self._wanted(n)}
         for mesh in mesh_choices(target.num_devices, self.mesh_axes):
-            layout = Layout(mesh=mesh, remat="none", flags=WHOLE_PRODUCTS)
+            layout = Layout(mesh=mesh, remat="none", flags=target.flag_choices(mesh)[0])
             used = {axis for n in range(len(self.shapes)) for axis in _mesh_axes(self._spec(n, layout))}
             rows = {axis for n in self.kinds["batch"] for axis in _mesh_axes(self._spec(n, layout))}
             if all(axis in (rows if axis in of_rows else used) for axis, size in mesh if size > 1):
@@ -120,7 +140,7 @@ class StepWork:
         ]
         return jax.tree.unflatten(self.structure, flat)
 
-    def rough(self, layout: Layout, target: Slice) -> Rough:
+    def rough(self, layout: Layout, target: Target) -> Rough:
         """The exact arguments; temporaries are not known before the program is compiled."""
         held = {kind: self._bytes(layout, numbers) for kind, numbers in self.kinds.items()}
         sizes = layout.axis_sizes
@@ -131,14 +151,14 @@ class StepWork:
         data, model = (math.prod(sizes[axis] for axis in axes) for axes in (data_axes, model_axes))
         whole = sum(math.prod(self.shapes[n]) * self.item_sizes[n] for n in self.kinds["state"])
         rows = sum(math.prod(self.shapes[n]) * self.item_sizes[n] for n in self.kinds["batch"]) / data
-        links = Links(sizes, 2 * target.link_bandwidth, hop_seconds=0.0)
+        links = target.links(sizes)
         sent = (3 if layout.parameters == "sharded" else 2) * links.gather(whole / model, data_axes)
         sent += 8 * links.gather(rows, model_axes)
         peak = target.chip.peak("bfloat16") * target.num_devices * _REACHED
         traffic = 2 * sum(held.values()) / (target.chip.hbm_bandwidth or 1e12)
         return Rough(held, self.counted_flops / peak, traffic, sent)
 
-    def job(self, layout: Layout, target: Slice) -> Job:
+    def job(self, layout: Layout, target: Target) -> Job:
         """The program to compile."""
         return Job(
             builder="capibara.plan.workloads.exported:lower_exported",
@@ -211,8 +231,9 @@ def step_work(
     rules: Any = None,
     mesh_axes: Sequence[str] | None = None,
     folder: str | os.PathLike[str] | None = None,
+    platform: str = "tpu",
 ) -> StepWork:
-    """Export a step function, so that :func:`plan` can compile it for slices.
+    """Export a step function, so that :func:`plan` can compile it for slices of TPUs, or for GPUs.
 
     No device is used: if this process has not started JAX's backends, a fork of it, restricted to the CPU, traces and
     exports the function, and only the result is returned. Side effects of tracing are then not visible in this
@@ -236,16 +257,21 @@ def step_work(
         then considered; arrays without names are replicated.
       mesh_axes: those of the rules' mesh axes that a plan may use, outermost first; the others have one device.
       folder: folder for the exported function, instead of the user's cache.
+      platform: ``"tpu"``, or ``"cuda"`` for a plan on GPUs: a function may lower to other kernels there.
 
     Raises:
       PlanError: an argument is invalid, or the folder is not writable; the function closes over arrays of more than
         64 KiB (they would be part of the program, on every device, and are not planned: make them arguments), or
-        cannot be exported for TPUs.
+        cannot be exported for the platform.
     """
     import jax
 
     if not callable(step):
         raise PlanError(f"step is {type(step).__name__}, expected a function of the arrays in args")
+    if platform not in _PLATFORMS:
+        raise PlanError(
+            f"platform={platform!r} must be 'tpu' or 'cuda' (NVIDIA GPUs).{did_you_mean(str(platform), _PLATFORMS)}"
+        )
     if not isinstance(args, Sequence) or isinstance(args, str) or not args:
         raise PlanError(
             f"args is {type(args).__name__}, expected the step's arguments in a tuple: (state, batch), or (x,) for one"
@@ -283,7 +309,7 @@ def step_work(
         return only_arrays(step(*whole(arrays)))
 
     title = name or getattr(step, "__name__", type(step).__name__)
-    found, data = isolated(lambda: _exported(flat, leaves, title), what=f"exporting {title}")
+    found, data = isolated(lambda: _exported(flat, leaves, title, platform), what=f"exporting {title}")
     digest = hashlib.sha256(data).hexdigest()
     place = (ProgramCache().folder if folder is None else Path(folder)) / f"{digest}.exported"
     try:
@@ -312,10 +338,13 @@ def step_work(
         structure=structure,
         rules=chosen,
         mesh_axes=choices,
+        platform=platform,
     )
 
 
-def _exported(flat: Callable[..., Any], leaves: list[Any], title: str) -> tuple[dict[str, Any], bytes]:
+def _exported(
+    flat: Callable[..., Any], leaves: list[Any], title: str, platform: str
+) -> tuple[dict[str, Any], bytes]:
     """What a step counts, and the file for the process that compiles it."""
     import jax
     import numpy as np
@@ -340,15 +369,14 @@ def _exported(flat: Callable[..., Any], leaves: list[Any], title: str) -> tuple[
     try:
         exported = jax.export.export(
             jax.jit(flat),
-            platforms=["tpu"],
-            disabled_checks=[
-                jax.export.DisabledSafetyCheck.custom_call(name)
-                for name in ("tpu_custom_call", "LayoutConstraint")
-            ],
+            platforms=[platform],
+            disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name) for name in _CALLS[platform]],
         )(*leaves)
         data = bytes(exported.serialize())
     except Exception as error:
-        raise PlanError(f"{title} cannot be exported for TPUs: {type(error).__name__}: {error}") from error
+        raise PlanError(
+            f"{title} cannot be exported for {_PLATFORMS[platform]}: {type(error).__name__}: {error}"
+        ) from error
     return {"flops": float(count_flops(functools.partial(_call, flat), *leaves).total)}, data
 
 

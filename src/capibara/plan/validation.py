@@ -7,20 +7,20 @@ from typing import Any
 
 from capibara.hardware import Price, UnknownPriceError, get_price
 from capibara.plan.errors import PlanError
-from capibara.plan.grids import at_least, is_part_of_host
-from capibara.plan.slices import Slice
+from capibara.plan.targets import Target
 
 __all__ = [
-    "COMPILE_REMEDY",
     "MeshSizes",
     "check_counts",
-    "host_notes",
+    "compile_remedy",
     "limit_of",
     "price_of",
 ]
 
-COMPILE_REMEDY = "compile=True, or leaving out --no-compile, asks the TPU compiler"
-"""What plans that were not compiled say."""
+
+def compile_remedy(target: Target) -> str:
+    """What plans that were not compiled say."""
+    return f"compile=True, or leaving out --no-compile, asks {target.compiler}"
 
 
 class MeshSizes:
@@ -30,7 +30,7 @@ class MeshSizes:
         self.shape: dict[str, int] = dict(mesh)
 
 
-def limit_of(target: Slice, memory_limit_gb: Any) -> int:
+def limit_of(target: Target, memory_limit_gb: Any) -> int:
     """Bytes that a device may use.
 
     Raises:
@@ -58,22 +58,14 @@ def check_counts(**numbers: Any) -> None:
             raise PlanError(f"{name}={value!r} must be an integer of at least 1")
 
 
-def host_notes(target: Slice) -> list[str]:
-    """A note for a part of a host, which has no price of its own."""
-    if not is_part_of_host(target.generation, target.shape):
-        return []
-    whole = Slice(target.generation, at_least(target.generation, 2) or target.shape)
-    return [f"{target.text} is a part of a host, which is rented as {whole}; the price is that part's"]
-
-
-def price_of(target: Slice, region: str | None, term: str, path: Any, notes: list[str]) -> Price | None:
+def price_of(target: Target, region: str | None, term: str, path: Any, notes: list[str]) -> Price | None:
     """The price of a chip, or None and a note that it is not known.
 
     Raises:
       PriceError: no such term, or a wrong price file.
     """
     try:
-        return get_price(f"tpu-{target.generation}", region=region, term=term, path=path)
+        return get_price(target.chip_name, region=region, term=term, path=path)
     except UnknownPriceError as error:
         notes.append(f"no price: {error}")
         return None

@@ -18,7 +18,7 @@ from capibara.plan.memory import estimate_memory
 from capibara.plan.search.analytic import count_parameters, estimate_time, step_flops
 from capibara.plan.search.space import layouts
 from capibara.plan.sizes import count_text
-from capibara.plan.slices import Slice
+from capibara.plan.targets import Target
 from capibara.sharding import Layout
 
 __all__ = ["Rough", "TrainWork", "Work"]
@@ -67,15 +67,15 @@ class Work(Protocol):
         """Floating-point operations of a step that the model asks for."""
         ...
 
-    def layouts(self, target: Slice) -> Iterator[Layout]:
+    def layouts(self, target: Target) -> Iterator[Layout]:
         """Every layout worth thinking of."""
         ...
 
-    def rough(self, layout: Layout, target: Slice) -> Rough:
+    def rough(self, layout: Layout, target: Target) -> Rough:
         """What it would take, without a compiler."""
         ...
 
-    def job(self, layout: Layout, target: Slice) -> Job:
+    def job(self, layout: Layout, target: Target) -> Job:
         """The program to compile."""
         ...
 
@@ -123,17 +123,17 @@ class TrainWork:
         """Floating-point operations of a step."""
         return step_flops(self.config)
 
-    def layouts(self, target: Slice) -> Iterator[Layout]:
+    def layouts(self, target: Target) -> Iterator[Layout]:
         """Every layout worth thinking of."""
         return layouts(self.config, target)
 
-    def rough(self, layout: Layout, target: Slice) -> Rough:
+    def rough(self, layout: Layout, target: Target) -> Rough:
         """What it would take, without a compiler."""
         memory = estimate_memory(self._decided, layout, target)
         time = estimate_time(self.config, layout, target)
         return Rough(dict(memory.kinds), time.compute, time.memory, time.communication)
 
-    def job(self, layout: Layout, target: Slice) -> Job:
+    def job(self, layout: Layout, target: Target) -> Job:
         """The program to compile."""
         return Job(
             builder="capibara.plan.workloads.training:lower_train_step",

@@ -6,7 +6,7 @@ backward pass recomputes. :class:`Links` and :class:`Group` tell how long collec
 
 from __future__ import annotations
 
-from capibara.sharding.communication import ASYNCHRONOUS, WHOLE_PRODUCTS
+from capibara.sharding.communication import ASYNCHRONOUS, WHOLE_PRODUCTS, options_for
 from capibara.sharding.layout import Layout
 from capibara.sharding.links import HOP_SECONDS, Group, Links, links_of
 from capibara.sharding.resizing import mesh_sizes, resized
@@ -22,5 +22,6 @@ __all__ = [
     "across_slices",
     "links_of",
     "mesh_sizes",
+    "options_for",
     "resized",
 ]

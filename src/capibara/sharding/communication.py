@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-__all__ = ["ASYNCHRONOUS", "WHOLE_PRODUCTS"]
+__all__ = ["ASYNCHRONOUS", "DOUBLE_BUFFERED", "WHOLE_PRODUCTS", "flags_of", "options_for"]
 
 ASYNCHRONOUS: Mapping[str, Mapping[str, str | bool]] = MappingProxyType(
     {
@@ -34,3 +34,31 @@ Gathers of parameters are hidden better behind whole products: the shipped decod
 sharded over 32 chips of a v4, is predicted at 1.18 s a step with these options and at 2.62 s without (jax 0.10.2,
 libtpu 0.0.42.1).
 """
+
+DOUBLE_BUFFERED: Mapping[str, str | bool] = MappingProxyType(
+    {**ASYNCHRONOUS["gpu"], "xla_gpu_enable_while_loop_double_buffering": True}
+)
+"""The GPU's options, by which two turns of a loop are one: what the second gathers comes while the first computes."""
+
+_VALUES = {"true": True, "false": False}
+
+
+def flags_of(options: Mapping[str, str | bool]) -> tuple[tuple[str, str], ...]:
+    """Options as the ``(name, value)`` pairs of a layout."""
+    return tuple((name, str(value).lower()) for name, value in options.items())
+
+
+def options_for(platform: str, flags: Mapping[str, str]) -> dict[str, str | bool]:
+    """Those of a layout's flags that a platform's compiler has, as ``jax.stages.Lowered.compile`` takes them.
+
+    Flags whose name begins with ``xla_gpu_`` are the GPU compiler's, which takes booleans; all others a TPU's.
+
+    Args:
+      platform: of the devices: ``"tpu"``, ``"gpu"`` (or ``"cuda"``) or another one, which has none.
+    """
+    if platform == "tpu":
+        return {name: value for name, value in flags.items() if not name.startswith("xla_gpu_")}
+    if platform in ("gpu", "cuda"):
+        own = {name: value for name, value in flags.items() if name.startswith("xla_gpu_")}
+        return {name: _VALUES.get(value, value) for name, value in own.items()}
+    return {}

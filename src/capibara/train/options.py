@@ -9,11 +9,12 @@ import jax
 
 from capibara.compose.physical.explicit import automatic_mesh
 from capibara.config.axes import AxisRules
+from capibara.config.flags import split_flag
 from capibara.config.sections import OptimizerSection
 from capibara.errors import ConfigError, did_you_mean
 from capibara.hardware import build_mesh
 from capibara.memory.offload import HOST_MEMORY
-from capibara.sharding import ASYNCHRONOUS, WHOLE_PRODUCTS
+from capibara.sharding import ASYNCHRONOUS, WHOLE_PRODUCTS, options_for
 from capibara.train import extras
 from capibara.train.frameworks import unwrapped
 from capibara.train.optimizer import build_optimizer, learning_rate_schedule, named_optimizer
@@ -55,8 +56,11 @@ def flags_note(flags: Sequence[str], placement: Any) -> str | None:
       placement: of the run.
     """
     platform = placement.devices[0].platform
-    if flags and platform != "tpu":
-        return f"tpu.flags are options of a TPU's compiler: left out on {platform}"
+    taken = options_for(platform, dict(map(split_flag, flags)))
+    if left := [flag for flag in flags if split_flag(flag)[0] not in taken]:
+        if not taken and platform not in ("tpu", "gpu"):
+            return f"tpu.flags are options of a TPU's or GPU's compiler: left out on {platform}"
+        return f"tpu.flags that are options of another compiler: left out on {platform}: {', '.join(left)}"
     if not flags and platform == "tpu" and len(placement.devices) > 1:
         return (
             "tpu.flags is empty: gathers of parameters do not run beside whole products. capibara plan finds options, "

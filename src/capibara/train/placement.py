@@ -27,7 +27,7 @@ from capibara.config.axes import AxisRules
 from capibara.errors import ConfigError, did_you_mean
 from capibara.hardware import build_mesh
 from capibara.memory.offload import HOST_MEMORY
-from capibara.sharding import Layout, mesh_sizes, resized
+from capibara.sharding import Layout, mesh_sizes, options_for, resized
 from capibara.train import extras
 from capibara.train.processes import by_process
 from capibara.train.protocols import Batch, Model, Optimizer
@@ -156,10 +156,10 @@ class Placement:
 
     @property
     def compiler_options(self) -> dict[str, str | bool]:
-        """The layout's compiler options. These are TPU flags: other compilers do not support them."""
-        if self.layout is None or self.devices[0].platform != "tpu":
+        """Those of the layout's compiler options that the devices' compiler has."""
+        if self.layout is None:
             return {}
-        return dict(self.layout.compiler_options)
+        return options_for(self.devices[0].platform, self.layout.compiler_options)
 
     @property
     def _data_devices(self) -> int:

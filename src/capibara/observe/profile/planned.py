@@ -14,7 +14,7 @@ from capibara.errors import CapibaraError
 from capibara.files import read_bounded
 from capibara.observe.errors import ProfileError
 from capibara.observe.profile.result import Profile
-from capibara.plan import parse_slice
+from capibara.plan import parse_target
 
 __all__ = ["AgainstPlan", "PlannedStep", "compare_with_plan", "read_planned_step"]
 
@@ -227,7 +227,7 @@ def _of_candidate(data: Mapping[str, Any]) -> PlannedStep:
     if not isinstance(candidates, list) or not candidates:
         raise ValueError("it has no candidate")
     best = _mapping(candidates[0])
-    target = parse_slice(_text(best["topology"]), best["view"], rented=False)
+    target = parse_target(_text(best["topology"]), best["view"], rented=False)
     time = _mapping(best["time"])
     flops = best["model_flops"]
     return PlannedStep(
@@ -246,7 +246,7 @@ def _of_candidate(data: Mapping[str, Any]) -> PlannedStep:
 
 
 def _of_lock(data: Mapping[str, Any]) -> PlannedStep:
-    target = parse_slice(_text(data["topology"]), data["view"], rented=False)
+    target = parse_target(_text(data["topology"]), data["view"], rented=False)
     figures = _mapping(data.get("figures", {}))  # lockfiles of earlier versions have none
     flops, moved = figures.get("FLOPs"), figures.get("bytes moved")
     return PlannedStep(

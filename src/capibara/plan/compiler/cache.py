@@ -35,6 +35,7 @@ _ROOMS = (
     "serve",
     "plan/workloads",
     "plan/compiler",
+    "plan/gpus",
 )
 _FILES = (
     "hardware/meshes.py",
@@ -69,7 +70,7 @@ class ProgramCache:
         facts = {
             **({"stage": "schedule"} if schedule else {}),
             "job": job.to_json(),
-            "libtpu": compiler.version,
+            compiler.name: compiler.version,
             "jax": importlib.metadata.version("jax"),
             "jaxlib": importlib.metadata.version("jaxlib"),
             "optax": _version("optax"),
@@ -144,7 +145,7 @@ def _code_hash() -> str:
     digest = hashlib.sha256()
     for room in (*_ROOMS, *_FILES):
         place = _ROOT / room
-        for path in [place] if place.is_file() else sorted(place.rglob("*.py")):
+        for path in [place] if place.is_file() else sorted([*place.rglob("*.py"), *place.rglob("*.txtpb")]):
             digest.update(str(path.relative_to(_ROOT)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 

@@ -1,4 +1,4 @@
-"""Find the TPU compiler, and the environment of processes that use it."""
+"""Find the compiler for a target, and the environment of processes that use it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,22 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from capibara.jax_versions import libtpu_problem
 from capibara.plan.errors import CompilerMissingError
 
-__all__ = ["Compiler", "find_compiler"]
+if TYPE_CHECKING:
+    from capibara.plan.targets import Target
+
+__all__ = ["Compiler", "compiler_for", "find_compiler"]
 
 VARIABLE = "CAPIBARA_LIBTPU"
 
 
 # Settings of JAX and Capibara that change no compiled program.
 _WITHOUT_EFFECT = {
+    "CAPIBARA_CUDA_PLUGIN",
     "CAPIBARA_PRICES",
     "JAX_COMPILATION_CACHE_DIR",
     "JAX_NUM_CPU_DEVICES",
@@ -38,11 +43,13 @@ class Compiler:
       version: of the package.
       path: the folder to add to the import path, or None if it is already there.
       library: the file of the library; empty if it is not known.
+      name: the package.
     """
 
     version: str
     path: str | None
     library: str = ""
+    name: str = "libtpu"
 
     def notes(self) -> list[str]:
         """Notes for the user: that it does not match the installed JAX, and how to get the one that does."""
@@ -59,20 +66,11 @@ class Compiler:
 
     def environment(self) -> dict[str, str]:
         """Variables for a process that compiles for TPUs and runs on the CPU."""
-        paths = [self.path] if self.path else []
-        paths += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-        flags = os.environ.get("XLA_FLAGS", "").split()
         # Importing libtpu sets it, also in the process that asks, which may have imported another one.
         library = {"TPU_LIBRARY_PATH": self.library} if self.library else {}
         return {
-            **os.environ,
+            **self.shared_environment(),
             **library,
-            "PYTHONPATH": os.pathsep.join(paths),
-            "JAX_PLATFORMS": "cpu",
-            # A program says where it comes from, whatever this process wants of its own.
-            "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "10",
-            # An emulated mesh of the asking process only takes memory here.
-            "XLA_FLAGS": " ".join(f for f in flags if "host_platform_device_count" not in f),
             # Compiling asks no metadata server; several may load the library at once, for none opens a TPU.
             "TPU_SKIP_MDS_QUERY": "1",
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -80,6 +78,32 @@ class Compiler:
             "TPU_MIN_LOG_LEVEL": "3",
             "TF_CPP_MIN_LOG_LEVEL": "2",
         }
+
+    def shared_environment(self) -> dict[str, str]:
+        """What processes of all compilers have."""
+        paths = [self.path] if self.path else []
+        paths += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        flags = os.environ.get("XLA_FLAGS", "").split()
+        return {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "JAX_PLATFORMS": "cpu",
+            # A program says where it comes from, whatever this process wants of its own.
+            "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "10",
+            # An emulated mesh of the asking process only takes memory here.
+            "XLA_FLAGS": " ".join(f for f in flags if "host_platform_device_count" not in f),
+        }
+
+
+def compiler_for(target: Target) -> Compiler:
+    """The compiler of a target's programs.
+
+    Raises:
+      CompilerMissingError: it is not installed; the message says how to install it.
+    """
+    from capibara.plan.compiler.gpu_environment import find_gpu_compiler
+
+    return find_gpu_compiler() if target.platform == "cuda" else find_compiler()
 
 
 def find_compiler() -> Compiler:

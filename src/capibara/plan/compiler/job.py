@@ -11,9 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from capibara.plan.compiler.limits import limit_option
 from capibara.plan.errors import PlanError
-from capibara.plan.slices import Slice
+from capibara.plan.targets import Target, target_from_json
 
 __all__ = ["CompiledProgram", "Job", "Memory"]
 
@@ -36,21 +35,22 @@ class Job:
 
     builder: str
     params: Mapping[str, Any]
-    slice: Slice
+    slice: Target
     mesh: tuple[tuple[str, int], ...]
     compiler_options: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def options(self) -> dict[str, str]:
         """``compiler_options``, and the memory of a device, of which some compilers assume more than the catalogue."""
-        return dict([limit_option(self.slice.usable_hbm_bytes)]) | dict(self.compiler_options)
+        limit = self.slice.limit_flag(self.slice.usable_hbm_bytes)
+        return dict([] if limit is None else [limit]) | dict(self.compiler_options)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return {
             "builder": self.builder,
             "params": dict(self.params),
-            "slice": asdict(self.slice),
+            "slice": self.slice.to_json(),
             "mesh": [list(pair) for pair in self.mesh],
             "compiler_options": self.options,
         }
@@ -58,11 +58,10 @@ class Job:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Job:
         """Read the output of :meth:`to_json`."""
-        target = data["slice"]
         return cls(
             builder=data["builder"],
             params=data["params"],
-            slice=Slice(target["generation"], tuple(target["shape"]), target["view"]),
+            slice=target_from_json(data["slice"]),
             mesh=tuple((axis, size) for axis, size in data["mesh"]),
             compiler_options=data["compiler_options"],
         )

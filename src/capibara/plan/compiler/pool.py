@@ -14,7 +14,7 @@ from pathlib import Path
 from capibara.files import replace_file
 from capibara.hardware.telemetry import available_memory
 from capibara.plan.compiler.cache import ProgramCache
-from capibara.plan.compiler.environment import Compiler, find_compiler
+from capibara.plan.compiler.environment import Compiler, compiler_for
 from capibara.plan.compiler.folders import work_folder
 from capibara.plan.compiler.job import CompiledProgram, Job
 from capibara.plan.compiler.process import kill, read_result, worker
@@ -47,7 +47,7 @@ def compile_program(
         (unless the compiler gives no such text, or the cache has the whole).
 
     Raises:
-      CompilerMissingError: the TPU compiler is not installed.
+      CompilerMissingError: the compiler is not installed.
       CompilationError: the process died or took longer than ``timeout`` seconds. A program that the compiler refuses is
         a result, not an error.
     """
@@ -78,7 +78,7 @@ def compile_programs(
       schedule: as for :func:`compile_program`.
 
     Raises:
-      CompilerMissingError: the TPU compiler is not installed.
+      CompilerMissingError: the compiler is not installed.
       PlanError: the number of workers is invalid, or the cache's folder is not writable.
     """
     with contextlib.closing(_results(jobs, cache, workers, timeout, started, schedule)) as results:
@@ -98,10 +98,14 @@ def _results(
 ) -> Generator[tuple[int, CompiledProgram | CompilationError], None, None]:
     if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 1):
         raise PlanError(f"workers={workers!r} must be an integer of at least 1")
-    compiler = find_compiler()
     cache = ProgramCache() if cache is None else cache
     waiting: list[tuple[int, Job, str]] = []
+    compilers: dict[str, Compiler] = {}
     for number, job in enumerate(jobs):
+        platform = job.slice.platform
+        if platform not in compilers:
+            compilers[platform] = compiler_for(job.slice)
+        compiler = compilers[platform]
         key = cache.key(job, compiler)
         found = cache.get(key)
         if found is None and schedule:
@@ -120,7 +124,7 @@ def _results(
         if started is not None and not running.stopped:
             started(number)
         try:
-            return _run(job, key, compiler, cache, running, timeout, schedule)
+            return _run(job, key, compilers[job.slice.platform], cache, running, timeout, schedule)
         except CompilationError as error:
             return error
 

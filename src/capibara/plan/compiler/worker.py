@@ -33,13 +33,14 @@ from capibara.plan.compiler.schedule import watch
 from capibara.plan.errors import PlanError
 from capibara.plan.program import Frames
 from capibara.plan.program.digest import program_digest
+from capibara.sharding import options_for
 
 __all__ = ["main"]
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _LONGEST = 4000
 _MOST_LINES, _LONGEST_LINE = 10_000, 300
-_KERNEL = "tpu_custom_call"
+_KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call")
 _ROOM = 1 << 20
 # A program that does not fit is refused right after it is scheduled.
 _REFUSAL_SECONDS = 10.0
@@ -57,10 +58,11 @@ def main(folder: str, schedule: bool = False) -> int:
 def run(job: Job, folder: Path, *, schedule: bool = False) -> CompiledProgram:
     """Lower and compile in this process; with ``schedule``, that may end with the result once it is scheduled."""
     from capibara.plan.compiler.devices import describe_mesh
-    from capibara.plan.compiler.environment import find_compiler
+    from capibara.plan.compiler.environment import compiler_for
 
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
-    versions["libtpu"] = find_compiler().version
+    compiler = compiler_for(job.slice)
+    versions[compiler.name] = compiler.version
     try:
         mesh, coordinates = describe_mesh(job.slice, job.mesh)
         start = time.perf_counter()
@@ -68,7 +70,7 @@ def run(job: Job, folder: Path, *, schedule: bool = False) -> CompiledProgram:
         lowered = workload.lowered
         text = lowered.as_text()
         source = _Source()
-        if _KERNEL in text:
+        if any(kernel in text for kernel in _KERNELS):
             # Pallas kernels hold the places of their source, which must not count in the digest.
             with _without_places():
                 text = _builder(job.builder)(mesh, **job.params).lowered.as_text()
@@ -77,7 +79,10 @@ def run(job: Job, folder: Path, *, schedule: bool = False) -> CompiledProgram:
     except Exception as error:  # whatever a builder raises is its result
         return CompiledProgram(status="error", message=_words(error), versions=versions)
     dump = folder / "dump"
-    options: dict[str, Any] = {**job.options, "xla_dump_to": str(dump)}
+    options: dict[str, Any] = {
+        **options_for(job.slice.platform, job.options),
+        "xla_dump_to": str(dump),
+    }
     start = time.perf_counter()
     known: dict[str, Any] = {
         "versions": versions,

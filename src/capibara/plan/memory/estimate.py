@@ -16,8 +16,8 @@ from capibara.plan.memory.arguments import Block, step_arguments
 from capibara.plan.memory.widths import Widths, widths
 from capibara.plan.memory.working_set import working_set
 from capibara.plan.sizes import size_text
-from capibara.plan.slices import Slice
 from capibara.plan.stages import kept_inputs, stage_of
+from capibara.plan.targets import Target
 from capibara.sharding import Layout
 
 __all__ = ["MemoryEstimate", "estimate_memory", "estimate_memory_of"]
@@ -80,7 +80,7 @@ class MemoryEstimate:
         }
         return kinds | ({"model state": self.model_state} if self.model_state else {})
 
-    def fits(self, target: Slice) -> bool | None:
+    def fits(self, target: Target) -> bool | None:
         """Whether a device of the slice has enough memory; None if only the arguments are known and those fit."""
         if self.total > target.usable_hbm_bytes:
             return False
@@ -102,7 +102,7 @@ class MemoryEstimate:
         return f"{size_text(self.total)} a device ({', '.join(parts)}){unknown}"
 
 
-def estimate_memory(config: ModularModelConfig, layout: Layout, target: Slice) -> MemoryEstimate:
+def estimate_memory(config: ModularModelConfig, layout: Layout, target: Target) -> MemoryEstimate:
     """Estimate the memory of a configuration's training step in a given layout.
 
     Arithmetic on shapes: no device is used and nothing is compiled. The first call for a model builds its graph (a
@@ -132,7 +132,7 @@ def estimate_memory(config: ModularModelConfig, layout: Layout, target: Slice) -
     need = working_set(config, layout, target, rows, arguments)
     moment, gradients, temporaries = need.fullest
     w = widths(config, layout, rows)
-    by_kind = _by_kind(arguments)
+    by_kind = _by_kind(arguments, padded=target.pads_to_tiles)
     return MemoryEstimate(
         parameters=by_kind["parameters"],
         optimizer=by_kind["optimizer"],
@@ -222,10 +222,10 @@ def _part_by_spec(shape: tuple[int, ...], spec: Any, sizes: dict[str, int]) -> t
     return tuple(part)
 
 
-def _by_kind(arguments: tuple[Block, ...]) -> dict[str, int]:
+def _by_kind(arguments: tuple[Block, ...], *, padded: bool) -> dict[str, int]:
     totals: dict[str, int] = dict.fromkeys(("parameters", "optimizer", "inputs", "model state", "padding"), 0)
     for block in arguments:
         if not block.on_host:
             totals[block.kind] += block.bytes
-            totals["padding"] += block.padded - block.bytes
+            totals["padding"] += block.padded - block.bytes if padded else 0
     return totals

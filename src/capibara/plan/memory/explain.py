@@ -22,7 +22,7 @@ from capibara.plan.memory.naming import named
 from capibara.plan.memory.remedies import Change, changes
 from capibara.plan.program import read_program
 from capibara.plan.sizes import limit_text, size_text
-from capibara.plan.slices import Slice
+from capibara.plan.targets import Target
 from capibara.plan.time import predict_step
 from capibara.plan.validation import check_counts, limit_of
 from capibara.plan.work import TrainWork
@@ -46,7 +46,7 @@ class Remedy:
 
     words: str
     layout: Layout
-    target: Slice
+    target: Target
     hbm_bytes: int
     seconds: float
 
@@ -83,7 +83,7 @@ class OomReport:
     """
 
     layout: Layout
-    target: Slice
+    target: Target
     needed_bytes: int
     limit_bytes: int
     buffers: tuple[Mapping[str, Any], ...]
@@ -118,15 +118,16 @@ class OomReport:
             "The largest buffers at the memory peak:",
         ]
         lines += [f"  {line}" for line in _rows(self.buffers, 10)]
-        lines.append(
-            f"Padding to tiles takes {size_text(self.padding_bytes)} of the {len(self.buffers)} largest."
-        )
+        if self.target.pads_to_tiles:
+            lines.append(
+                f"Padding to tiles takes {size_text(self.padding_bytes)} of the {len(self.buffers)} largest."
+            )
         none = "No change that was compiled fits." if self.refused else "No change was compiled."
         lines += ["", "What fits (compiled):" if self.remedies else none]
         for each in self.remedies:
             lines.append(
                 f"  {each.words}: {size_text(each.hbm_bytes)}, {each.seconds:.3g} s a step on "
-                f"{each.target.num_chips} chips"
+                f"{each.target.num_chips} {each.target.unit}s"
             )
         if self.refused:
             lines.append(f"Does not fit either: {'; '.join(self.refused)}")
@@ -136,7 +137,7 @@ class OomReport:
 def explain_oom(
     config: ModularModelConfig,
     layout: Layout,
-    target: Slice,
+    target: Target,
     *,
     program: CompiledProgram | None = None,
     remedies: int = 3,
@@ -159,7 +160,7 @@ def explain_oom(
 
     Raises:
       PlanError: the layout fits, or an argument is invalid.
-      CompilerMissingError: the TPU compiler is not installed.
+      CompilerMissingError: the compiler is not installed.
       CompilationError: the compiler failed for another reason than memory.
     """
     for name, value in (("remedies", remedies), ("max_compiles", max_compiles)):
@@ -216,7 +217,7 @@ class _Tries:
     workers: int | None
     progress: Progress | None
 
-    def compile(self, asked: list[tuple[Layout, Slice, bool]]) -> list[CompiledProgram]:
+    def compile(self, asked: list[tuple[Layout, Target, bool]]) -> list[CompiledProgram]:
         """Programs of layouts, in their order; the one that is explained has to be refused.
 
         Raises:
@@ -242,7 +243,7 @@ class _Tries:
         return [done[number] for number in range(len(asked))]
 
 
-def _check_refused(program: CompiledProgram, layout: Layout, target: Slice, limit: int) -> None:
+def _check_refused(program: CompiledProgram, layout: Layout, target: Target, limit: int) -> None:
     if program.status == "error":
         raise CompilationError(f"the step was refused for another reason than memory: {program.message}")
     if program.memory is not None and program.memory.total <= limit:
@@ -263,7 +264,7 @@ def _spread(candidates: tuple[Change, ...]) -> list[Change]:
 
 
 def _kind(change: Change) -> str:
-    for word in ("chips", "hosts", "along model", "remat", "microbatches", "shard"):
+    for word in ("chips", "GPUs", "hosts", "along model", "remat", "microbatches", "shard"):
         if word in change.words:
             return word
     return change.words

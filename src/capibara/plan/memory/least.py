@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_program
 from capibara.plan.compiler.limits import LIMIT, limit_option
 from capibara.plan.program import read_program
-from capibara.plan.slices import Slice
+from capibara.plan.targets import Target
 from capibara.plan.time import predict_step
 from capibara.sharding import Layout
 
@@ -57,7 +57,7 @@ class LeastMemory:
 
 def find_least_memory(
     work: Work,
-    target: Slice,
+    target: Target,
     layout: Layout,
     program: CompiledProgram,
     *,
@@ -74,7 +74,7 @@ def find_least_memory(
     Raises:
       CompilerMissingError, CompilationError: as :func:`capibara.plan.compiler.compile_program`.
     """
-    if program.memory is None:
+    if program.memory is None or target.limit_flag(1) is None:
         return None
     most = int(program.memory.total * _WORTH)
     limit = program.memory.total - program.memory.temporaries

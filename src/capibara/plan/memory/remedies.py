@@ -13,7 +13,8 @@ from capibara.plan.grids import at_least, is_rented
 from capibara.plan.memory.estimate import MemoryEstimate, estimate_memory
 from capibara.plan.search.space import microbatch_counts
 from capibara.plan.sizes import size_text
-from capibara.plan.slices import Slice
+from capibara.plan.slices import Slice, parse_slice
+from capibara.plan.targets import Target
 from capibara.sharding import Layout
 
 __all__ = ["Change", "changes"]
@@ -24,7 +25,7 @@ _FURTHER = {"none": ("dots", "full"), "dots": ("full",), "full": ()}
 class Change:
     """A remedy: a layout and a slice, described as text, with its estimate."""
 
-    def __init__(self, words: str, layout: Layout, target: Slice, config: ModularModelConfig) -> None:
+    def __init__(self, words: str, layout: Layout, target: Target, config: ModularModelConfig) -> None:
         self.words = words
         self.layout = layout
         self.target = target
@@ -35,7 +36,7 @@ class Change:
 
 
 def changes(
-    config: ModularModelConfig, layout: Layout, target: Slice, limit: int | None = None
+    config: ModularModelConfig, layout: Layout, target: Target, limit: int | None = None
 ) -> tuple[Change, ...]:
     """Layouts that fit by the estimate, in order of cost, those on the same chips first.
 
@@ -63,8 +64,8 @@ def changes(
 
 
 def _proposals(
-    config: ModularModelConfig, layout: Layout, target: Slice
-) -> Iterator[tuple[str, Layout, Slice]]:
+    config: ModularModelConfig, layout: Layout, target: Target
+) -> Iterator[tuple[str, Layout, Target]]:
     sizes = layout.axis_sizes
     data = sizes.get("data", 1)
     if layout.parameters == "replicated" and data > 1:
@@ -98,7 +99,7 @@ def _proposals(
                 for count in (layout.microbatches, *_counts(config, layout, target.num_devices // size)):
                     other = replace(sharded, mesh=mesh, remat="full", microbatches=count)
                     yield f"{size} devices along model, remat full, {count} microbatches", other, target
-    if layout.offload == "none":
+    if layout.offload == "none" and target.plans_host_memory:
         most = [layout.microbatches, *_counts(config, layout, data)][-1]
         yield (
             "the optimizer's moments in the hosts' memory, remat full",
@@ -117,13 +118,13 @@ def _proposals(
             mesh = (("data", factor), *layout.mesh)
         fewer = "" if count == layout.microbatches else f", {count} microbatches"
         yield (
-            f"{larger.num_chips} chips ({larger.text}){fewer}",
+            f"{larger.num_chips} {larger.unit}s ({larger.text}){fewer}",
             replace(layout, mesh=mesh, microbatches=count),
             larger,
         )
         back = "" if layout.offload == "none" else ", the optimizer's moments on the devices"
         yield (
-            f"{larger.num_chips} chips ({larger.text}), remat full{fewer}{back}",
+            f"{larger.num_chips} {larger.unit}s ({larger.text}), remat full{fewer}{back}",
             replace(sharded, mesh=mesh, remat="full", microbatches=count, offload="none"),
             larger,
         )
@@ -135,9 +136,11 @@ def _counts(config: ModularModelConfig, layout: Layout, data: int) -> Iterator[i
     yield from (count for count in counts if count > layout.microbatches)
 
 
-def _larger(target: Slice, factor: int) -> Slice | None:
-    """The slice with ``factor`` times the chips, its shortest axes made longer."""
-    from capibara.plan.slices import parse_slice
+def _larger(target: Target, factor: int) -> Target | None:
+    """The target with ``factor`` times the chips; the shortest axes of a grid are made longer."""
+    if not isinstance(target, Slice):
+        larger = target.larger(target.num_chips * factor)
+        return larger if larger is not None and larger.num_chips == target.num_chips * factor else None
 
     shape = list(target.shape)
     left = factor

@@ -39,7 +39,7 @@ from capibara.plan.memory.arguments import Block, is_base, item_size, step_gradi
 from capibara.plan.memory.kept import BlockType, kept_of_turn, recomputed_of_turn, turns_of
 from capibara.plan.memory.tiles import padded_rows
 from capibara.plan.memory.widths import Widths, widths
-from capibara.plan.slices import Slice
+from capibara.plan.targets import Target
 from capibara.sharding import Layout
 
 __all__ = ["WorkingSet", "working_set"]
@@ -116,7 +116,7 @@ class WorkingSet:
 
 
 def working_set(
-    config: ModularModelConfig, layout: Layout, target: Slice, rows: int, arguments: tuple[Block, ...]
+    config: ModularModelConfig, layout: Layout, target: Target, rows: int, arguments: tuple[Block, ...]
 ) -> WorkingSet:
     """The memory that the step needs besides its arguments.
 
@@ -187,7 +187,7 @@ def working_set(
     copies = parameters * w.compute // stored if w.compute != stored else 0
     if layout.rules != layout.optimizer_rules:
         copies += int(_REPLACED * sum(b.bytes for b in arguments if b.kind == "parameters"))
-    if not chunks:
+    if not chunks and target.pads_to_tiles:
         copies += _lookup_copies(arguments)
     fetched = int(
         (_FETCHED_V4 if target.generation == "v4" else _FETCHED)
@@ -240,7 +240,7 @@ def _in_chunks(config: ModularModelConfig, w: Widths) -> bool:
     return reason_for_whole(w.tokens, w.stream, w.words, dtype) is None
 
 
-def _alive(layout: Layout, target: Slice, w: Widths) -> tuple[float, float, float, float, float]:
+def _alive(layout: Layout, target: Target, w: Widths) -> tuple[float, float, float, float, float]:
     """The counts of this layout."""
     usual, whole, deferred = (
         (_ALIVE_ONE, _ALIVE_ONE_WHOLE, _ALIVE_ONE_DEFERRED)
@@ -253,7 +253,7 @@ def _alive(layout: Layout, target: Slice, w: Widths) -> tuple[float, float, floa
     return deferred if few and _late(layout, target) else usual
 
 
-def _late(layout: Layout, target: Slice) -> bool:
+def _late(layout: Layout, target: Target) -> bool:
     """Whether the compiler leaves gradients for the end."""
     return target.generation in ("v4", "v5e") and target.view == "chip" and layout.remat == "full"
 

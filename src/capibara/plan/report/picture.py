@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from capibara.errors import MissingExtraError
 from capibara.plan.report.labels import differences, mesh_word, sharding_word
 from capibara.plan.sizes import unit_of
+from capibara.plan.slices import Slice
 
 if TYPE_CHECKING:
     from capibara.plan.attribution import Attribution
@@ -53,8 +54,10 @@ def figure_of(plan: Plan) -> Any:
     figure = Figure(figsize=(13, 8), layout="constrained")
     FigureCanvasAgg(figure)
     best = plan.best
-    # Without a compiled program the order of the devices is not known: there is no mesh to draw.
-    columns = 2 if best.coordinates else 1
+    # Without a compiled program the order of the devices is not known: there is no mesh to draw. Nor is there a grid
+    # where all devices are joined by a switch.
+    grid_shown = bool(best.coordinates) and isinstance(plan.target, Slice)
+    columns = 2 if grid_shown else 1
     where = plan.where if plan.where is not None and plan.where.seconds else None
     rows = 2 if where is None else 3
     figure.set_figheight(4 * rows)
@@ -62,7 +65,7 @@ def figure_of(plan: Plan) -> Any:
     labels = _labels(plan)
     _bars(figure.add_subplot(grid[0, 0]), plan, labels, "memory")
     _bars(figure.add_subplot(grid[1, 0]), plan, labels, "time")
-    if best.coordinates:
+    if grid_shown:
         _mesh(figure.add_subplot(grid[:2, 1], projection="3d"), best)
     if where is not None:
         _parts(figure.add_subplot(grid[2, :]), where)
@@ -148,11 +151,14 @@ def link_axes(candidate: Candidate) -> dict[Link, str]:
 
     A link joins two chips that are neighbours on the grid, or the two ends of an axis that closes to a ring. It
     belongs to the only mesh axis along which the devices at its ends differ, or to ``"several"`` if they differ along
-    more.
+    more. Devices that a switch joins have no such links.
     """
+    target = candidate.target
+    if not isinstance(target, Slice):
+        return {}
     sizes = [size for _, size in candidate.layout.mesh]
     names = [axis for axis, _ in candidate.layout.mesh]
-    dims = len(candidate.target.shape)
+    dims = len(target.shape)
     at: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     for number, place in enumerate(candidate.coordinates):
         position = []
@@ -162,11 +168,11 @@ def link_axes(candidate: Candidate) -> dict[Link, str]:
         at.setdefault((*place[:dims],), []).append(tuple(reversed(position)))
     out: dict[Link, str] = {}
     for place, axis in itertools.product(at, range(dims)):
-        length = candidate.target.shape[axis] if axis < len(candidate.target.shape) else 1
+        length = target.shape[axis] if axis < len(target.shape) else 1
         there = list(place)
         there[axis] += 1
         if there[axis] == length:
-            if not candidate.target.wrap[axis] or length < 3:
+            if not target.wrap[axis] or length < 3:
                 continue
             there[axis] = 0
         other = tuple(there)

@@ -81,10 +81,10 @@ def print_plan(plan: Plan, console: Any, *, where: bool = False) -> None:
         for line in [
             *candidate_lines(plan.best, plan.limit_bytes),
             *where_line(plan.where),
-            *_least_lines(plan.least_memory),
+            *_least_lines(plan.least_memory, plan.target.compiler),
             *own_lines(plan),
             *_run_lines(plan),
-            *_improvement_lines(plan.improvements),
+            *_improvement_lines(plan.improvements, plan.target.compiler),
         ]:
             # Settings and flags are there to be copied: no line is broken in two.
             console.print(Text(line), soft_wrap=True)
@@ -154,7 +154,7 @@ def candidate_lines(c: Candidate, limit: int) -> list[str]:
     shares = [("compute", time.compute), ("memory", time.memory), ("communication", time.communication)]
     parts = ", ".join(f"{name} {value / time.seconds:.0%}" for name, value in shares if time.seconds)
     hidden = f" ({time.hidden:.3g} s more of it hidden behind work)" if time.hidden else ""
-    source = "the TPU compiler" if c.memory_source == "compiler" else "an estimate"
+    source = c.target.compiler if c.memory_source == "compiler" else "an estimate"
     if c.memory_source == "compiler" and "activations" in c.memory:
         source += "; activations and temporaries separated by an estimate"
     return [
@@ -187,17 +187,17 @@ def own_lines(plan: Plan) -> list[str]:
     return [f"{'yours':>12}  {', '.join(parts)} beside the pick; other {', '.join(other)}"]
 
 
-def _least_lines(least: LeastMemory | None) -> list[str]:
+def _least_lines(least: LeastMemory | None, compiler: str) -> list[str]:
     """What the best candidate takes when the compiler makes it as small as it can."""
     if least is None:
         return []
     flag = "=".join(least.layout.flags[-1])
     return [
-        f"       least   {size_text(least.hbm_bytes)} with {flag}: {least.seconds:.3g} s a step [the TPU compiler]"
+        f"       least   {size_text(least.hbm_bytes)} with {flag}: {least.seconds:.3g} s a step [{compiler}]"
     ]
 
 
-def _improvement_lines(improvements: Sequence[Improvement]) -> list[str]:
+def _improvement_lines(improvements: Sequence[Improvement], compiler: str) -> list[str]:
     """Changes of settings that were compiled, and what they give."""
     lines = []
     for one in improvements:
@@ -205,7 +205,7 @@ def _improvement_lines(improvements: Sequence[Improvement]) -> list[str]:
         microbatches = f", {one.layout.microbatches} microbatches" if "train.batch_size" in settings else ""
         lines.append(
             f"{'' if lines else 'change':>13}  {settings}{microbatches}: {one.speed - 1:.1%} more tokens per second "
-            f"({one.seconds:.3g} s a step, {size_text(one.hbm_bytes)}) [the TPU compiler]"
+            f"({one.seconds:.3g} s a step, {size_text(one.hbm_bytes)}) [{compiler}]"
         )
     return lines
 

@@ -24,9 +24,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from capibara.config import ModularModelConfig
-from capibara.plan.slices import Slice
 from capibara.plan.stages import stage_of, ticks
-from capibara.sharding import Layout, Links
+from capibara.plan.targets import Target
+from capibara.sharding import Layout
 
 if TYPE_CHECKING:
     from capibara.compose import CompiledModel
@@ -123,7 +123,7 @@ def step_flops(config: ModularModelConfig) -> float:
     return flops_per_token(config.model, config.train.sequence_length, adapters=adapters) * tokens
 
 
-def estimate_time(config: ModularModelConfig, layout: Layout, target: Slice) -> Estimate:
+def estimate_time(config: ModularModelConfig, layout: Layout, target: Target) -> Estimate:
     """The rough time of one step.
 
     Raises:
@@ -169,7 +169,7 @@ def estimate_time(config: ModularModelConfig, layout: Layout, target: Slice) -> 
 
     # Hops are nothing beside such sizes. The data and expert axes together are one ring.
     sizes = {"batch": batch, "data": data, "model": model, "expert": expert, "context": context}
-    links = Links(sizes, 2 * target.link_bandwidth, hop_seconds=0.0)
+    links = target.links(sizes)
 
     def ring(size: float, axis: str) -> float:
         return links.gather(size, (axis,))
@@ -238,7 +238,7 @@ def _of_ring(config: ModularModelConfig, tokens: float, model: int, context: int
     return _Ring(max(0.0, products - equal), scores, keys)
 
 
-def _of_stages(config: ModularModelConfig, layout: Layout, target: Slice) -> Estimate:
+def _of_stages(config: ModularModelConfig, layout: Layout, target: Target) -> Estimate:
     """The rough time with a pipeline: of one stage, in all of its ticks."""
     one, inner = stage_of(config, layout)
     found = estimate_time(one, inner, target)
@@ -261,8 +261,9 @@ def _of_stages(config: ModularModelConfig, layout: Layout, target: Slice) -> Est
     # scattered in float32, its gradient gathered.
     wait = ticks(layout)
     stream = tokens * m.embed_dim
-    links = Links(sizes, 2 * target.link_bandwidth, hop_seconds=0.0)
-    communication = found.communication + wait * 2 * stream * 2 / target.link_bandwidth
+    links = target.links(sizes)
+    link = links.bandwidth if links.switched else links.bandwidth / 2  # one of a ring's two
+    communication = found.communication + wait * 2 * stream * 2 / link
     communication += links.gather(stream * 6, ("pipeline",))
     # Embedding and head are on every stage.
     outer = count_parameters(config).every - layout.stages * (

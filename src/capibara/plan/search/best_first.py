@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
 
 from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_programs
-from capibara.plan.slices import Slice
+from capibara.plan.targets import Target
 from capibara.plan.work import Rough, Work
 from capibara.sharding import Layout
 
@@ -90,7 +90,7 @@ Progress = Callable[[str, Layout, CompiledProgram | None], None]
 
 def search(
     work: Work,
-    target: Slice,
+    target: Target,
     seconds_of: Callable[[CompiledProgram, Layout], float],
     *,
     glance_of: Callable[[CompiledProgram, Layout], float] | None = None,

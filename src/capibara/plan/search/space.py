@@ -1,20 +1,16 @@
-"""All possible layouts of a training step on a slice."""
+"""All possible layouts of a training step on a slice or host."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from capibara import sharding
 from capibara.config import ModularModelConfig
-from capibara.plan.slices import Slice
+from capibara.plan.slices import ASYNCHRONOUS, WHOLE_PRODUCTS
 from capibara.plan.stages import can_have_stages
+from capibara.plan.targets import Target
 from capibara.sharding import Layout
 
 __all__ = ["ASYNCHRONOUS", "WHOLE_PRODUCTS", "layouts", "meshes", "microbatch_counts"]
-
-ASYNCHRONOUS = tuple((name, str(value)) for name, value in sharding.ASYNCHRONOUS["tpu"].items())
-# Where activations are exchanged (a model axis) it can be either way, so both are tried.
-WHOLE_PRODUCTS = tuple(sharding.WHOLE_PRODUCTS.items())
 
 # Positions of a row that a device has at least where these are divided: the scores of fewer are small products.
 _LEAST_POSITIONS = 512
@@ -63,7 +59,7 @@ def _pipelines_of(config: ModularModelConfig, devices: int) -> Iterator[tuple[tu
                 yield (("pipeline", stages), *mesh)
 
 
-def layouts(config: ModularModelConfig, target: Slice) -> Iterator[Layout]:
+def layouts(config: ModularModelConfig, target: Target) -> Iterator[Layout]:
     """The product of meshes, sharding, rematerialisation, microbatches, optimizer sharding and offload.
 
     Equivalent layouts (sharding over one device) and impossible ones (rows that do not divide) are omitted.
@@ -74,27 +70,35 @@ def layouts(config: ModularModelConfig, target: Slice) -> Iterator[Layout]:
         if rows % data:
             continue
         counts = list(microbatch_counts(rows, data))
-        yield from _on_mesh(mesh, counts, data)
-        # The last resort: the least memory on the device, and the moments in the hosts'.
-        yield Layout(
-            mesh=mesh, remat="full", microbatches=counts[-1], offload="optimizer", flags=WHOLE_PRODUCTS
-        )
+        yield from _on_mesh(mesh, counts, data, target)
+        if target.plans_host_memory:
+            # The last resort: the least memory on the device, and the moments in the hosts'.
+            yield Layout(
+                mesh=mesh,
+                remat="full",
+                microbatches=counts[-1],
+                offload="optimizer",
+                flags=target.flag_choices(mesh)[0],
+            )
     for mesh in _rings_of(config, target.num_devices):
         data = dict(mesh)["data"]
         if rows % data == 0:
             # Of several rows a device would rather have a whole one.
-            yield from _on_mesh(mesh, [rows // data], data)
+            yield from _on_mesh(mesh, [rows // data], data, target)
     for mesh in _pipelines_of(config, target.num_devices):
         data, stages = dict(mesh)["data"], dict(mesh)["pipeline"]
         counts = [n for n in microbatch_counts(rows, data) if n <= _MOST_TURNS * stages]
         # Of fewer than stages, most of which would wait, as many as there can be.
-        yield from _on_mesh(mesh, [n for n in counts if n >= stages] or counts[-1:], data)
+        yield from _on_mesh(mesh, [n for n in counts if n >= stages] or counts[-1:], data, target)
 
 
-def _on_mesh(mesh: tuple[tuple[str, int], ...], counts: Sequence[int], data: int) -> Iterator[Layout]:
+def _on_mesh(
+    mesh: tuple[tuple[str, int], ...], counts: Sequence[int], data: int, target: Target
+) -> Iterator[Layout]:
+    choices = target.flag_choices(mesh)
     for count in counts:
         for remat in ("none", "dots", "full"):
-            for flags in (WHOLE_PRODUCTS, ASYNCHRONOUS) if dict(mesh)["model"] > 1 else (WHOLE_PRODUCTS,):
+            for flags in choices:
                 yield Layout(mesh=mesh, remat=remat, microbatches=count, flags=flags)
             if data > 1:
                 for optimizer in ("as parameters", "sharded"):
@@ -104,7 +108,7 @@ def _on_mesh(mesh: tuple[tuple[str, int], ...], counts: Sequence[int], data: int
                         optimizer=optimizer,
                         remat=remat,
                         microbatches=count,
-                        flags=WHOLE_PRODUCTS,
+                        flags=choices[0],
                     )
 
 

@@ -13,7 +13,7 @@ from capibara.core.encoders import require_decoder
 from capibara.errors import did_you_mean
 from capibara.plan.errors import PlanError
 from capibara.plan.serving.task import ITEM_SIZES, Mesh, ServingTask
-from capibara.plan.slices import Slice, parse_slice
+from capibara.plan.targets import Target, parse_target
 
 __all__ = [
     "DEFAULT_SLICES",
@@ -81,21 +81,23 @@ def milliseconds(name: str, value: Any) -> float | None:
     return value / 1e3
 
 
-def read_slices(topology: Any, view: str | None) -> list[Slice]:
-    """The requested slices, or the usual ones."""
+def read_slices(topology: Any, view: str | None) -> list[Target]:
+    """The requested slices and hosts, or the usual slices."""
     if topology is None:
-        return [parse_slice(name, view if name.startswith("v4") else None) for name in DEFAULT_SLICES]
-    if isinstance(topology, str | Slice):
-        return [parse_slice(topology, view)]
+        return [parse_target(name, view if name.startswith("v4") else None) for name in DEFAULT_SLICES]
+    if isinstance(topology, str | Target):
+        return [parse_target(topology, view)]
     if not isinstance(topology, Iterable):
-        raise PlanError(f"topology={topology!r} must be a slice such as 'v5e:2x2', or several")
-    found = list(dict.fromkeys(parse_slice(each, view) for each in topology))
+        raise PlanError(
+            f"topology={topology!r} must be a slice such as 'v5e:2x2' or GPUs such as 'h100:8', or several"
+        )
+    found = list(dict.fromkeys(parse_target(each, view) for each in topology))
     if not found:
         raise PlanError("topology names no slice: give at least one, such as 'v5e:2x2'")
     return found
 
 
-def read_mesh(mesh: Any, targets: list[Slice], task: ServingTask) -> Mesh:
+def read_mesh(mesh: Any, targets: list[Target], task: ServingTask) -> Mesh:
     """A mesh that is valid for every slice."""
     if not isinstance(mesh, Mapping) or set(mesh) != {"data", "model"}:
         raise PlanError(

@@ -6,14 +6,14 @@ from capibara.hardware import Price
 from capibara.plan.serving.result import ServingOption, ServingPoint
 from capibara.plan.serving.task import Mesh, ServingTask
 from capibara.plan.sizes import size_text
-from capibara.plan.slices import Slice
+from capibara.plan.targets import Target
 
 __all__ = ["by_arithmetic", "ranked_meshes"]
 
 
 def by_arithmetic(
     task: ServingTask,
-    target: Slice,
+    target: Target,
     limit: int,
     price: Price | None,
     fixed: Mesh | None,
@@ -49,7 +49,7 @@ def by_arithmetic(
 
 
 def _rough_point(
-    task: ServingTask, target: Slice, mesh: Mesh, rows: int, price: Price | None
+    task: ServingTask, target: Target, mesh: Mesh, rows: int, price: Price | None
 ) -> ServingPoint:
     rough, data = task.rough(mesh), dict(mesh)["data"]
     held = {"parameters": rough.weights, "cache": rows * rough.row}
@@ -75,7 +75,7 @@ def _rows(task: ServingTask, mesh: Mesh, limit: int, most: int) -> int:
 
 
 def _rough_within(
-    task: ServingTask, target: Slice, mesh: Mesh, most: int, latency: float | None, first: float | None
+    task: ServingTask, target: Target, mesh: Mesh, most: int, latency: float | None, first: float | None
 ) -> int:
     """The most rows that meet the targets by arithmetic, 0 where none do: by halving, for both grow with the rows."""
 
@@ -94,7 +94,7 @@ def _rough_within(
 
 
 def ranked_meshes(
-    task: ServingTask, target: Slice, limit: int, latency: float | None, first: float | None, most: int
+    task: ServingTask, target: Target, limit: int, latency: float | None, first: float | None, most: int
 ) -> list[Mesh]:
     """Meshes, the most promising first: most tokens per second within the targets, then the fastest tokens."""
 

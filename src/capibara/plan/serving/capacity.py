@@ -17,7 +17,7 @@ from capibara.plan.planning import memory_by_kind
 from capibara.plan.program import read_program
 from capibara.plan.serving.result import ServingPoint
 from capibara.plan.serving.task import Mesh, ServingTask
-from capibara.plan.slices import Slice
+from capibara.plan.targets import Target
 from capibara.plan.time import StepTime, predict_step
 
 __all__ = ["Measured", "MeshSearch", "Progress"]
@@ -52,7 +52,7 @@ class MeshSearch:
     """
 
     task: ServingTask
-    target: Slice
+    target: Target
     mesh: Mesh
     limit: int
     budget: int
@@ -82,7 +82,7 @@ class MeshSearch:
     def _all(
         self,
         known: dict[int, Measured],
-        job: Callable[[Slice, Mesh, int], Job],
+        job: Callable[[Target, Mesh, int], Job],
         what: str,
         rows: tuple[int, ...],
     ) -> list[Measured]:

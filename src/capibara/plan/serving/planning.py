@@ -9,7 +9,7 @@ from typing import Any
 
 from capibara.config import ModularModelConfig
 from capibara.hardware import Price
-from capibara.plan.compiler import ProgramCache, find_compiler
+from capibara.plan.compiler import ProgramCache, compiler_for
 from capibara.plan.errors import CompilationError, CompilerMissingError, DoesNotFitError, PlanError
 from capibara.plan.serving.arguments import milliseconds, read_config, read_mesh, read_slices, serving_task
 from capibara.plan.serving.arithmetic import by_arithmetic, ranked_meshes
@@ -17,15 +17,15 @@ from capibara.plan.serving.capacity import MeshSearch, Progress
 from capibara.plan.serving.result import ServingOption, ServingPlan, ServingPoint, UnreachableTargetError
 from capibara.plan.serving.task import ServingTask
 from capibara.plan.sizes import size_text
-from capibara.plan.slices import Slice
-from capibara.plan.validation import COMPILE_REMEDY, check_counts, host_notes, limit_of, price_of
+from capibara.plan.targets import Target
+from capibara.plan.validation import check_counts, compile_remedy, limit_of, price_of
 
 __all__ = ["plan_serving"]
 
 
 def plan_serving(
     config: ModularModelConfig | str | os.PathLike[str],
-    topology: str | Slice | Iterable[str | Slice] | None = None,
+    topology: str | Target | Iterable[str | Target] | None = None,
     *,
     prompt_length: int,
     output_length: int,
@@ -94,16 +94,17 @@ def plan_serving(
     targets = read_slices(topology, view)
     limits = {target: limit_of(target, memory_limit_gb) for target in targets}
     fixed = None if mesh is None else read_mesh(mesh, targets, task)
-    notes: list[str] = [note for target in targets for note in host_notes(target)]
+    notes: list[str] = [note for target in targets for note in target.notes()]
     costs = {target: price_of(target, region, term, prices, notes) for target in targets}
+    by_platform = {target.platform: target for target in targets}
     if compile:
         try:
-            notes += find_compiler().notes()
+            notes += [note for each in by_platform.values() for note in compiler_for(each).notes()]
         except CompilerMissingError as error:
             compile = False
             notes.append(f"nothing was compiled, all figures are arithmetic: {error}")
     else:
-        notes.append(f"nothing was compiled: all figures are arithmetic ({COMPILE_REMEDY})")
+        notes.append(f"nothing was compiled: all figures are arithmetic ({compile_remedy(targets[0])})")
 
     rough = [
         by_arithmetic(task, target, limits[target], costs[target], fixed, latency, first, max_concurrency)
@@ -158,7 +159,7 @@ def plan_serving(
 
 def _compiled(
     searches: list[MeshSearch],
-    target: Slice,
+    target: Target,
     limit: int,
     price: Price | None,
     latency: float | None,

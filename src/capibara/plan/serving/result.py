@@ -9,7 +9,7 @@ from typing import Any, Literal
 from capibara.hardware import Price
 from capibara.plan.errors import PlanError
 from capibara.plan.serving.task import Mesh
-from capibara.plan.slices import Slice
+from capibara.plan.targets import Target
 from capibara.plan.time import StepTime
 
 __all__ = ["ServingOption", "ServingPlan", "ServingPoint", "UnreachableTargetError"]
@@ -41,7 +41,7 @@ class ServingPoint:
       program_hashes, versions: of the compiled programs.
     """
 
-    target: Slice
+    target: Target
     mesh: Mesh
     concurrency: int
     group: int
@@ -138,7 +138,7 @@ class ServingOption:
       failure: why there is no result, as text; empty otherwise.
     """
 
-    target: Slice
+    target: Target
     limit_bytes: int
     largest: ServingPoint | None = None
     at_target: ServingPoint | None = None

@@ -44,7 +44,7 @@ def print_serving(plan: ServingPlan, console: Any) -> None:
     cache = unit_of(max((point.cache_bytes for _, _, point in points), default=2**30))
     memory = unit_of(max((point.hbm_bytes for _, _, point in points), default=2**30))
     headings = (
-        "slice",
+        "/".join(dict.fromkeys(option.target.kind for option in plan.options)),
         "mesh",
         "",
         "requests",
@@ -130,7 +130,9 @@ def _best_lines(option: ServingOption, p: ServingPoint) -> list[str]:
     longest = "; ".join(f"{part.label} {part.seconds * 1e3:.3g} ms" for part in p.decode.parts[:3])
     compiled = p.source == "compiler"
     source = (
-        f"the TPU compiler, {option.compiled} programs" if compiled else "arithmetic, nothing was compiled"
+        f"{option.target.compiler}, {option.compiled} programs"
+        if compiled
+        else "arithmetic, nothing was compiled"
     )
     how = (
         "predicted from the compiled program"

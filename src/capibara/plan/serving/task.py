@@ -16,7 +16,7 @@ from capibara.config import ModularModelConfig
 from capibara.plan.compiler import Job
 from capibara.plan.memory.tiles import padded_bytes
 from capibara.plan.sizes import count_text
-from capibara.plan.slices import Slice
+from capibara.plan.targets import Target
 from capibara.plan.time import Part, StepTime
 from capibara.plan.validation import MeshSizes
 from capibara.sharding import Group
@@ -109,7 +109,7 @@ class ServingTask:
         """Bytes of all parameters."""
         return sum(math.prod(s.shape) * self._item(s) for s in self._params())
 
-    def meshes(self, target: Slice) -> Iterator[Mesh]:
+    def meshes(self, target: Target) -> Iterator[Mesh]:
         """``data × model`` for every number of devices that divides the key-value heads (or the heads)."""
         m = self.config.model
         devices = target.num_devices
@@ -122,17 +122,17 @@ class ServingTask:
         """Prompts that a device reads at once, of ``rows`` that it holds."""
         return max(1, min(rows, _GROUP_TOKENS // self.prompt_length))
 
-    def decode_job(self, target: Slice, mesh: Mesh, rows: int) -> Job:
+    def decode_job(self, target: Target, mesh: Mesh, rows: int) -> Job:
         """One step of decoding, ``rows`` on each device of the ``data`` axis."""
         return self._job(_DECODE, target, mesh, rows=rows * dict(mesh)["data"])
 
-    def prefill_job(self, target: Slice, mesh: Mesh, rows: int) -> Job:
+    def prefill_job(self, target: Target, mesh: Mesh, rows: int) -> Job:
         """The reading of one group of prompts."""
         data = dict(mesh)["data"]
         more = {"group": self.group(rows) * data, "prompt_length": self.prompt_length}
         return self._job(_PREFILL, target, mesh, rows=rows * data, **more)
 
-    def _job(self, builder: str, target: Slice, mesh: Mesh, **params: int) -> Job:
+    def _job(self, builder: str, target: Target, mesh: Mesh, **params: int) -> Job:
         params["cache_length"] = self.cache_length
         given = {"config": self.config.to_dict(), "dtype": self.dtype, **params}
         return Job(builder=builder, params=given, slice=target, mesh=mesh)
@@ -181,7 +181,7 @@ class ServingTask:
         wide = tokens * (8 * m.embed_dim + 3 * 2 * m.widest_dim // model)
         return RoughServing(weights, max(row, 1), width, wide + self.group(1 << 30) * row)
 
-    def rough_decode(self, target: Slice, mesh: Mesh, rows: int) -> StepTime:
+    def rough_decode(self, target: Target, mesh: Mesh, rows: int) -> StepTime:
         """Seconds of one token by arithmetic: weights and cache are read once, everything is multiplied once."""
         from capibara.core.flops import decoding_flops
 
@@ -189,7 +189,7 @@ class ServingTask:
         flops = decoding_flops(self.config.model, self.cache_length)
         return self._roofline(target, mesh, rows, flops * rows, rough.weights + rows * rough.row)
 
-    def rough_prefill(self, target: Slice, mesh: Mesh, rows: int) -> StepTime:
+    def rough_prefill(self, target: Target, mesh: Mesh, rows: int) -> StepTime:
         """Seconds of one group of prompts by arithmetic."""
         from capibara.core.flops import flops_per_token
 
@@ -197,13 +197,14 @@ class ServingTask:
         flops = flops_per_token(self.config.model, self.prompt_length, training=False) * tokens
         return self._roofline(target, mesh, tokens, flops, self.rough(mesh).weights)
 
-    def _roofline(self, target: Slice, mesh: Mesh, tokens: int, flops: float, moved: int) -> StepTime:
+    def _roofline(self, target: Target, mesh: Mesh, tokens: int, flops: float, moved: int) -> StepTime:
         model = dict(mesh)["model"]
         compute = flops / model / target.chip.peak("bfloat16")
         memory = moved / (target.chip.hbm_bandwidth or 1e12)
         # Two all-reduces of the residual stream a layer around a ring.
         m = self.config.model
-        ring = Group(model, 2 * target.link_bandwidth, hops=model / 2)
+        links = target.links(dict(mesh))
+        ring = Group(model, links.bandwidth, hops=model / 2)
         sent = 2 * m.num_layers * ring.reduce(tokens * m.embed_dim * ITEM_SIZES[self.dtype])
         longest = max(compute, memory)
         return StepTime(

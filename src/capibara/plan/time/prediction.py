@@ -1,4 +1,4 @@
-"""Predict the time of a program on a slice.
+"""Predict the time of a program on a slice, or on a host of GPUs.
 
 The schedule is simulated once. A piece of work takes the compiler's own cycles at the chip's clock or, if the
 compiler gives none, its roofline time: operations at the peak or bytes at the memory bandwidth, whichever is longer.
@@ -18,9 +18,12 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from capibara.plan.errors import PlanError
+from capibara.plan.gpus import GpuHost
 from capibara.plan.program.facts import Collective, Kernel, Piece, ProgramFacts
 from capibara.plan.program.groups import mesh_axes_of
 from capibara.plan.slices import Slice
+from capibara.plan.targets import Target
+from capibara.plan.time.gpu import GpuRates
 from capibara.plan.time.torus import Torus
 from capibara.sharding import Group
 
@@ -112,7 +115,7 @@ class StepTime:
 
 def predict_step(
     facts: ProgramFacts,
-    slice: Slice,
+    slice: Target,
     mesh: tuple[tuple[str, int], ...],
     *,
     places: tuple[tuple[int, ...], ...] | None = None,
@@ -125,7 +128,7 @@ def predict_step(
 
     Args:
       facts: of :func:`capibara.plan.program.read_program`.
-      slice: where it runs.
+      slice: where it runs: a slice, or a host of GPUs, whose times are those of :mod:`capibara.plan.time.gpu`.
       mesh: names and sizes of the mesh's axes, slowest first: positions in it are the program's devices.
       places: coordinates of the devices on the grid, in the mesh's order; by default those of ``jax.make_mesh``.
       constants: shares of rates fitted to measurements; none by default.
@@ -144,7 +147,7 @@ def predict_step(
         )
     if not cycles:
         facts = replace(facts, pieces=tuple(replace(piece, cycles=None) for piece in facts.pieces))
-    rates = _Rates(Torus(slice, mesh, places), constants or Constants(), hop_latency, host_bandwidth)
+    rates = _rates(slice, mesh, places, constants or Constants(), hop_latency, host_bandwidth)
     middle = _run(facts, rates)
     low = _run(facts, replace(rates, best=True)).time
     high = _run(facts, replace(rates, worst=True)).time
@@ -170,7 +173,7 @@ def predict_step(
 
 def time_of_each(
     facts: ProgramFacts,
-    slice: Slice,
+    slice: Target,
     mesh: tuple[tuple[str, int], ...],
     *,
     places: tuple[tuple[int, ...], ...] | None = None,
@@ -184,7 +187,29 @@ def time_of_each(
       By ``("piece" | "kernel" | "collective", index into that list of the facts)``. Collectives, and copies between
       memories, have the time for which the others wait. The sum is the step's time.
     """
-    return _run(facts, _Rates(Torus(slice, mesh, places), constants or Constants(), 1e-6, None)).each
+    return _run(facts, _rates(slice, mesh, places, constants or Constants(), 1e-6, None)).each
+
+
+def _rates(
+    target: Target,
+    mesh: tuple[tuple[str, int], ...],
+    places: tuple[tuple[int, ...], ...] | None,
+    constants: Constants,
+    latency: float,
+    host: float | None,
+) -> _Rates | GpuRates:
+    """How long single things take on a target.
+
+    Raises:
+      PlanError: the mesh has another number of devices, or the target's rates are not known.
+    """
+    if isinstance(target, Slice):
+        return _Rates(Torus(target, mesh, places), constants, latency, host)
+    if isinstance(target, GpuHost):
+        if math.prod(size for _, size in mesh) != target.num_devices:
+            raise PlanError(f"mesh={dict(mesh)} has not the {target.num_devices} devices of {target}")
+        return GpuRates(target, mesh, constants.compute, constants.links, constants.kernels, host)
+    raise PlanError(f"there is no model of the time on {target}")
 
 
 def _length(part: Part) -> float:
@@ -330,14 +355,14 @@ class _Clock:
             self.each[of] = self.each.get(of, 0.0) + seconds * times
 
 
-def _run(facts: ProgramFacts, rates: _Rates) -> _Clock:
+def _run(facts: ProgramFacts, rates: _Rates | GpuRates) -> _Clock:
     try:
         return _line(facts, facts.schedule, rates)
     except (LookupError, TypeError) as error:
         raise PlanError(f"facts of the program contradict themselves: {error!r}") from error
 
 
-def _line(facts: ProgramFacts, events: Iterable[Any], rates: _Rates) -> _Clock:
+def _line(facts: ProgramFacts, events: Iterable[Any], rates: _Rates | GpuRates) -> _Clock:
     clock = _Clock()
     free: dict[Any, float] = {}  # when a link, or the way between memories, is free again
     ends: dict[tuple[str, int], float] = {}
