@@ -13,17 +13,20 @@ import os
 import runpy
 import sys
 import threading
+import time
 import traceback
 import types
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from capibara.jax_versions import backends_started, loaded_programs
+from capibara.jax_versions import backends_started, loaded_programs, wrap_traces
 from capibara.observe.errors import ProfileError
 from capibara.observe.profile.capture import Capture, capture
 from capibara.observe.profile.changes import Change, compile_with_jit, install, wrap
+from capibara.observe.profile.parts import OwnTrace, Parts, why_unreadable
+from capibara.observe.profile.settling import Settled
 
 __all__ = ["JITTED", "NOTES", "RUN", "main", "run_profiled"]
 
@@ -71,8 +74,11 @@ class _FromFirstProgram:
         self.name, self.folder, self.change = name, folder, change
         self.captured: Any = None
         self.refused = ""
+        self.failed: RuntimeError | None = None  # a callback of the script: said when it ends
         self._process = os.getpid()
-        self._begun = self._listens = self._ours = False
+        self._begun = self._listens = False
+        self._ours: int | None = None  # the thread in which a trace of ours begins or ends
+        self._own: OwnTrace | None = None
 
     def begin(self) -> None:
         """Wait for the first program; JAX was imported now."""
@@ -83,8 +89,11 @@ class _FromFirstProgram:
         self._listens = True
         if self.change is not None:
             install(self.change)
-        for name in ("start_trace", "trace"):
-            setattr(jax.profiler, name, self._before(getattr(jax.profiler, name)))
+        wrap_traces(self._trace_begins, self._trace_ends)
+
+    def ends_now(self) -> None:
+        """What ends a trace from here on, in this thread, is ours."""
+        self._ours = threading.get_ident()
 
     def end(self) -> None:
         """No capture begins from here on."""
@@ -98,24 +107,81 @@ class _FromFirstProgram:
     def _event(self, event: str, duration_secs: float, **_: Any) -> None:
         # Tracing comes before anything runs. Beginning may itself run something.
         if event == "/jax/core/compile/jaxpr_to_mlir_module_duration" and not self._begun:
-            self._begun = self._ours = True
+            self._begun = True
             what = Capture(memory=True, flops=True, communication=True, kernels=True)
+            with self._of_ours():
+                try:
+                    self.captured = self.stack.enter_context(
+                        capture(self.name, what, self.folder, within=self._own)
+                    )
+                except ProfileError as error:  # there is another one that nobody said anything of
+                    self.refused = str(error)
+
+    @contextlib.contextmanager
+    def _of_ours(self) -> Iterator[None]:
+        before, self._ours = self._ours, threading.get_ident()
+        try:
+            yield
+        finally:
+            self._ours = before
+
+    @property
+    def parts(self) -> Parts | None:
+        """The traces that are being taken here; None before the first program, and in a process that was forked."""
+        return self.captured.parts if self.captured is not None and os.getpid() == self._process else None
+
+    def _trace_begins(self, begin: Callable[[], Any], folder: str, options: Any) -> Any:
+        """The script begins a trace of its own: ours ends before it, for there is one at a time."""
+        if self._ours == threading.get_ident() or self._own is not None:
+            return begin()
+        here = os.path.abspath(folder) if folder and "://" not in folder else folder
+        own = OwnTrace(here, why_unreadable(folder, options))
+        parts = self.parts
+        if parts is None:
+            result, self._own = begin(), own
+            return result
+        with self._of_ours():
+            parts.end(self._settled(parts))
+            parts.own_begins(own)
             try:
-                self.captured = self.stack.enter_context(capture(self.name, what, self.folder))
-            except ProfileError as error:  # the script takes a trace of its own
-                self.refused = str(error)
+                result = begin()
+            except BaseException:
+                parts.own_failed()
+                parts.begin_again()
+                raise
+        self._own = own
+        return result
+
+    def _trace_ends(self, end: Callable[[], Any]) -> Any:
+        """It ends its trace: what it started before is part of that, and ours goes on."""
+        if self._ours == threading.get_ident():
+            return end()
+        parts = self.parts
+        if parts is None:
+            self._own = None
+            return end()
+        if self._own is None:
+            raise RuntimeError("No profile started")  # as JAX does without ours
+        with self._of_ours():
+            settled, error = self._settled(parts), ""
+            try:
+                return end()
+            except BaseException as failure:
+                error = f"it could not be written: {failure}"
+                raise
             finally:
-                self._ours = False
+                self._own = None
+                parts.own_ended(settled, error)
+                parts.begin_again()
 
-    def _before(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """End the capture before the script takes a trace of its own: there is one at a time."""
-
-        def called(*args: Any, **kwargs: Any) -> Any:
-            if not self._ours and self.captured is not None and os.getpid() == self._process:
-                self.stack.close()
-            return function(*args, **kwargs)
-
-        return called
+    def _settled(self, parts: Parts) -> Settled:
+        """When no device was at work any more."""
+        try:
+            return parts.settle()
+        except RuntimeError as error:
+            self.failed = self.failed or error
+            now = time.perf_counter()
+            return Settled(now, now)
 
 
 def run_profiled(folder: Path, arguments: list[str], change: Change | None = None) -> int:
@@ -154,11 +220,15 @@ def run_profiled(folder: Path, arguments: list[str], change: Change | None = Non
             if os.getpid() != process:
                 traceback.print_exc()
                 _leave(1)
+            watch.ends_now()
             raise
         if os.getpid() != process:
             _leave(code)
         _wait_for_threads()
         watch.end()
+        watch.ends_now()
+        if watch.failed is not None:
+            raise watch.failed
     if watch.refused:
         print(f"capibara profile: {watch.refused}", file=sys.stderr)
         return code or 1
