@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.machinery
+import importlib.util
 import io
 import os
 import runpy
@@ -24,15 +25,21 @@ from typing import Any, NoReturn
 from capibara.jax_versions import backends_started, loaded_programs, wrap_traces
 from capibara.observe.errors import ProfileError
 from capibara.observe.profile.capture import Capture, capture
-from capibara.observe.profile.changes import Change, compile_with_jit, install, wrap
+from capibara.observe.profile.changes import OF_SOURCE, Change, changed_script, install
 from capibara.observe.profile.parts import OwnTrace, Parts, why_unreadable
+from capibara.observe.profile.results import write_results
 from capibara.observe.profile.settling import Settled
+from capibara.observe.profile.waits import Reads, script_line
 
-__all__ = ["JITTED", "NOTES", "RUN", "main", "run_profiled"]
+__all__ = ["FOUND", "NOTES", "RESULTS", "RUN", "USES", "main", "run_profiled"]
 
-# What became of a change, a line each; and the functions that work under jax.jit, as JSON, a line each.
+# What became of a change, a line each; where it was made; and the functions and loops that work, as JSON, a line each.
 NOTES = "changes.txt"
-JITTED = "jitted.jsonl"
+USES = "uses.txt"
+FOUND = "found.jsonl"
+# What the script printed is compared by who runs it; this is what its names held.
+RESULTS = "results.npz"
+_MOST_WORDS = 1000
 # For ``python -c``. The current folder, where ``-m`` and ``-c`` look for modules first, may have one of any name.
 RUN = "import sys; del sys.path[0]; from capibara.observe.profile.run import main; main()"
 
@@ -69,9 +76,10 @@ class _AfterImport:
 class _FromFirstProgram:
     """Begins a capture at the first program that JAX compiles, or reads from its cache."""
 
-    def __init__(self, name: str, folder: Path, change: Change | None) -> None:
+    def __init__(self, name: str, folder: Path, change: Change | None, told: _Told) -> None:
         self.stack = contextlib.ExitStack()
-        self.name, self.folder, self.change = name, folder, change
+        self.name, self.folder, self.change, self.told = name, folder, change, told
+        self.reads: Reads | None = None
         self.captured: Any = None
         self.refused = ""
         self.failed: RuntimeError | None = None  # a callback of the script: said when it ends
@@ -88,7 +96,7 @@ class _FromFirstProgram:
         jax.monitoring.register_event_duration_secs_listener(self._event)
         self._listens = True
         if self.change is not None:
-            install(self.change)
+            self.reads = install(self.change, self.told.note, self.told.used, self.told.place)
         wrap_traces(self._trace_begins, self._trace_ends)
 
     def ends_now(self) -> None:
@@ -184,12 +192,49 @@ class _FromFirstProgram:
             return Settled(now, now)
 
 
-def run_profiled(folder: Path, arguments: list[str], change: Change | None = None) -> int:
+class _Told:
+    """Files in which it is told what became of a change.
+
+    Args:
+      folder: for them. file: the script's.
+    """
+
+    def __init__(self, folder: Path, file: str) -> None:
+        self._folder, self.file = folder, file
+        self._said: set[tuple[str, str]] = set()
+
+    def note(self, words: str) -> None:
+        """What was left as it is, or what the script does."""
+        self._once(NOTES, words)
+
+    def used(self, words: str) -> None:
+        """What was changed."""
+        self._once(USES, words)
+
+    def found(self, text: str) -> None:
+        """What works, as JSON."""
+        _write_line(self._folder / FOUND, text)
+
+    def place(self) -> str:
+        """The script's line that is being run."""
+        return script_line(self.file)
+
+    def _once(self, file: str, words: str) -> None:
+        words = " ".join(words.split())
+        if (file, words) not in self._said and len(self._said) < _MOST_WORDS:
+            self._said.add((file, words))
+            _write_line(self._folder / file, words)
+
+
+def run_profiled(
+    folder: Path, arguments: list[str], change: Change | None = None, *, results: bool = False
+) -> int:
     """Run ``SCRIPT …`` or ``-m MODULE …`` in this process as ``__main__``, and write its profile into a folder.
 
     Args:
-      folder: for the trace, the programs, ``profile.json``; and, with a change, :data:`NOTES` and :data:`JITTED`.
-      arguments: the command. change: made to it.
+      folder: for the trace, the programs, ``profile.json``; with a change, :data:`NOTES`, :data:`USES` and
+        :data:`FOUND`; with ``results``, :data:`RESULTS`.
+      arguments: the command. change: made to it. results: keep what its names hold at its end.
 
     Returns:
       The script's exit code; 1 if it succeeded and ran no compiled program.
@@ -201,7 +246,8 @@ def run_profiled(folder: Path, arguments: list[str], change: Change | None = Non
     script = arguments[1] if module else arguments[0]
     sys.argv = arguments[1:] if module else arguments
     folder = folder.resolve()  # the script may go elsewhere
-    watch = _FromFirstProgram(Path(script).name, folder, change)
+    told = _Told(folder, _file(arguments))
+    watch = _FromFirstProgram(Path(script).name, folder, change, told)
     sys.meta_path.insert(0, _AfterImport("jax", watch.begin))  # type: ignore[arg-type]
     code, process = 0, os.getpid()
     with watch.stack:
@@ -211,7 +257,7 @@ def run_profiled(folder: Path, arguments: list[str], change: Change | None = Non
                 _become_main(runpy.run_module(script, run_name="__main__", alter_sys=True))
             else:
                 sys.path.insert(0, str(Path(script).resolve().parent))
-                _run_script(script, folder, change)
+                _run_script(script, told, change)
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
             if not isinstance(end.code, int | None):
@@ -229,6 +275,11 @@ def run_profiled(folder: Path, arguments: list[str], change: Change | None = Non
         watch.ends_now()
         if watch.failed is not None:
             raise watch.failed
+    if watch.reads is not None:
+        for words in watch.reads.notes():
+            told.note(words)
+    if results and code == 0:
+        write_results(folder / RESULTS, vars(sys.modules["__main__"]))
     if watch.refused:
         print(f"capibara profile: {watch.refused}", file=sys.stderr)
         return code or 1
@@ -261,21 +312,27 @@ def _become_main(names: dict[str, Any]) -> None:
     sys.modules["__main__"] = module
 
 
-def _run_script(script: str, folder: Path, change: Change | None) -> None:
-    def note(words: str) -> None:
-        _write_line(folder / NOTES, words)
+def _file(arguments: list[str]) -> str:
+    """The file that is run, as its frames name it; empty if it is not known."""
+    if arguments[0] != "-m":
+        return os.path.join(os.getcwd(), arguments[0])
+    with contextlib.suppress(ImportError, ValueError):
+        for name in (f"{arguments[1]}.__main__", arguments[1]):
+            spec = importlib.util.find_spec(name)
+            if spec is not None and spec.origin:
+                return spec.origin
+    return ""
 
-    def found(text: str) -> None:
-        _write_line(folder / JITTED, text)
 
+def _run_script(script: str, told: _Told, change: Change | None) -> None:
     path = os.path.join(os.getcwd(), script)  # as Python says it, with what it has of ".."
     if zipfile.is_zipfile(path):
         _become_main(runpy.run_path(script, run_name="__main__"))
         return
     names: dict[str, Any] = {"__file__": path, "__builtins__": __builtins__}
-    if change is not None and change.kind == "jit":
-        code = compile_with_jit(Path(path), change.lines, note)
-        names |= wrap(note, change.jitted, found)
+    if change is not None and change.kind in OF_SOURCE:
+        code, more = changed_script(Path(path), change, told.note, told.used, told.found)
+        names |= more
     else:
         with io.open_code(path) as stream:
             code = compile(stream.read(), path, "exec", dont_inherit=True)
@@ -299,10 +356,12 @@ def _leave(code: int) -> NoReturn:
 def main() -> NoReturn:
     """Run what ``sys.argv`` says."""
     try:
-        change, rest = None, sys.argv[2:]
+        change, results, rest = None, False, sys.argv[2:]
+        if rest[0] == "--results":
+            results, rest = True, rest[1:]
         if rest[0].startswith("--change="):
             change, rest = Change.from_json(rest[0].partition("=")[2]), rest[1:]
-        sys.exit(run_profiled(Path(sys.argv[1]), rest, change))
+        sys.exit(run_profiled(Path(sys.argv[1]), rest, change, results=results))
     except ProfileError as error:
         print(f"capibara profile: {error}", file=sys.stderr)
         sys.exit(1)
