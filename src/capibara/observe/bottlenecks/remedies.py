@@ -8,7 +8,7 @@ import shutil
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from capibara.errors import CapibaraError
 from capibara.files import read_bounded
 from capibara.observe.bottlenecks.analysis import find_bottlenecks
-from capibara.observe.bottlenecks.finding import Bottleneck
+from capibara.observe.bottlenecks.finding import KINDS, Bottleneck
 from capibara.observe.profile import Operation, Profile
 from capibara.observe.profile.changes import Change, jitted_functions, rolled_loops
 from capibara.observe.profile.results import compare_results, compare_texts
@@ -276,6 +276,7 @@ def try_remedies(
     profile: Profile,
     *,
     repeats: int = 3,
+    only: Collection[str] = KINDS,
     progress: Callable[[str], None] = lambda _: None,
     stdin: Callable[[], int | None] = lambda: None,
 ) -> list[Tried]:
@@ -286,11 +287,14 @@ def try_remedies(
       script: the file that is run, or None (``-m``).
       profile: of it.
       repeats: runs on each side.
+      only: kinds of bottlenecks of which remedies are tried.
       progress: is told what is being done.
       stdin: gives the standard input of the next run (:meth:`RepeatedInput.next`).
     """
     found: list[Tried] = []
     for bottleneck in find_bottlenecks(profile).bottlenecks:
+        if bottleneck.kind not in only:
+            continue
         with tempfile.TemporaryDirectory(prefix="capibara-remedies-") as temporary:
             cache = Path(temporary) / "cache"
             remedies = choose_remedies(profile, bottleneck, script, cache)
@@ -422,9 +426,12 @@ def _run(
             shutil.move(Path(place) / RESULTS, results)
     seconds = profile.wall_seconds
     if not compiling:
-        # What was compiled first was traced before the region began: of a short one too much would be taken away.
-        rest = seconds - profile.compile_seconds - profile.tracing_seconds
-        seconds = rest if rest > 0.05 * seconds else seconds
+        # Programs that threads compile side by side take more time together than there is.
+        rest = max(
+            seconds - profile.compile_seconds - profile.tracing_seconds,
+            min(profile.busy_seconds or 0.0, seconds),
+        )
+        seconds = rest if rest > 0 else seconds
     return _Ran(
         seconds, done.stdout, tuple(dict.fromkeys(notes)), tuple(dict.fromkeys(uses)), tuple(known), results
     )

@@ -92,7 +92,7 @@ def compare_results(one: Path, other: Path, tolerance: float) -> tuple[int, str]
 def _read(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """What :func:`write_results` wrote; nothing if there is no such file, or it is damaged."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             return {
                 str(name): (file[f"shape{number}"], file[f"elements{number}"])
                 for number, name in enumerate(file["names"])
