@@ -229,7 +229,11 @@ class Parts:
             for one in file.parent.iterdir():
                 shutil.move(one, kept / one.name)
         else:
-            shutil.copyfile(file, kept / file.name)
+            # What Perfetto opens stands beside what XProf does.
+            host = file.name.removesuffix(".xplane.pb")
+            for one in (file, file.with_name(f"{host}.trace.json.gz")):
+                if one.is_file():
+                    shutil.copyfile(one, kept / one.name)
         return kept / file.name
 
     def _measure_cost(self) -> None:
