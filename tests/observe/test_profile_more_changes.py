@@ -29,7 +29,9 @@ class Told:
     def install(self, kind: str, place: str = " in line 1") -> Any:
         return install(Change(kind), self.notes.append, self.uses.append, lambda: place)
 
-    def run(self, kind: str, source: str, tmp_path: Path, loops: tuple[int, ...] | None = None) -> dict[str, Any]:
+    def run(
+        self, kind: str, source: str, tmp_path: Path, loops: tuple[int, ...] | None = None
+    ) -> dict[str, Any]:
         path = tmp_path / "script.py"
         path.write_text(HEAD + source)
         code, names = changed_script(
@@ -62,7 +64,11 @@ ROWS = np.random.default_rng(1).normal(size=(40, 8)).astype("float32")
 
 # Each: a function of ROWS, what "batch" says of it, and whether it still is a loop of 40 turns then.
 LOOPS: dict[str, tuple[Any, str, bool]] = {
-    "map": (lambda x: jax.lax.map(lambda row: jnp.tanh(row @ W), x), "lax.map in line 1: 40 of its 40", False),
+    "map": (
+        lambda x: jax.lax.map(lambda row: jnp.tanh(row @ W), x),
+        "lax.map in line 1: 40 of its 40",
+        False,
+    ),
     "map of pairs": (
         lambda x: jax.lax.map(lambda one: {"a": one[0] @ W + one[1]}, (x, jnp.arange(40.0))),
         "lax.map in line 1: 40 of its 40",
@@ -74,7 +80,9 @@ LOOPS: dict[str, tuple[Any, str, bool]] = {
         False,
     ),
     "backwards, with gradients": (
-        lambda x: jax.grad(lambda x: jax.lax.scan(lambda c, r: (c, (r @ W).sum()), 1.5, x, reverse=True)[1].sum())(x),
+        lambda x: jax.grad(
+            lambda x: jax.lax.scan(lambda c, r: (c, (r @ W).sum()), 1.5, x, reverse=True)[1].sum()
+        )(x),
         "lax.scan in line 1: 40 of its 40",
         False,
     ),
@@ -139,7 +147,9 @@ def test_loops_of_a_known_number_of_turns_are_unrolled(told: Told):
     known = jax.make_jaxpr(lambda x: jax.lax.fori_loop(0, 40, lambda _, h: h * 1.5, x))(1.0)
     assert UNROLLED in [one.params.get("unroll") for one in known.jaxpr.eqns]
     assert float(jax.lax.fori_loop(0, jnp.int32(3), lambda _, h: h * 2, 1.0)) == 8
-    assert told.notes == ["lax.fori_loop in line 1 was left as it is: how many turns it has is known when it runs"]
+    assert told.notes == [
+        "lax.fori_loop in line 1 was left as it is: how many turns it has is known when it runs"
+    ]
     scanned = jax.make_jaxpr(lambda x: jax.lax.scan(lambda h, _: (h, None), x, None, 40, unroll=4)[0])(1.0)
     assert [one.params.get("unroll") for one in scanned.jaxpr.eqns] == [4]  # as the author wrote it
 
@@ -237,10 +247,11 @@ SCRIPTS = {
     "x, s = jnp.ones(3), 0\n\nfor i in range(5, 300, 3):\n    s += i\n    x = x * 0.9 + s\n": "",
     "h = jnp.zeros(3)\n\nfor row in jnp.arange(90.0).reshape(30, 3):\n    h = jnp.tanh(h * 0.5 + row)\n": "",
     "x = jnp.ones(3)\n\nfor f in [0.5] * 40:\n    y = x * f\n    x = {'a': y}['a'] + 1\n": "",
-    "def g(x):\n    w = x + 1\n    for i in range(40):\n        x = jnp.tanh(x) * w\n    return x, i\nx, i = g(jnp.ones(3))\n": "",
+    "def g(x):\n    w = x + 1\n    for i in range(40):\n        x = jnp.tanh(x) * w\n    return x, i\n"
+    "x, i = g(jnp.ones(3))\n": "",
     "step = jax.jit(lambda x: x + 1, donate_argnums=0)\nx = jnp.ones(3)\nfor i in range(40):\n    x = step(x)\n": "",
     "x = jnp.ones(3)\n\nfor i in range(40):\n    x = x + (1 if x[0] > 3 else 2)\n": "Attempted boolean conversion",
-    "import random\nx = jnp.ones(3)\nfor i in range(40):\n    x = x + random.random()\n": "as one program it gives other results",
+    "import random\nx = jnp.ones(3)\nfor i in range(40):\n    x = x + random.random()\n": "it gives other results",
     "x = jnp.ones(1)\n\nfor i in range(30):\n    x = jnp.concatenate([x, x[:1]])\n": "was left as it is",
     "x, s = jnp.ones(3), []\n\nfor i in range(40):\n    s = s + [str(i)]\n": "it assigns a name that holds no arrays",
     "x, s = jnp.ones(3), []\n\nfor i in range(40):\n    s.append(x)\n": "does more than assign names",
@@ -294,7 +305,9 @@ def test_a_loop_that_closes_over_other_values_each_time(told: Told, tmp_path: Pa
 
 
 def test_what_the_loops_say_is_checked():
-    assert rolled_loops(['{"loop": 3, "works": true}', '{"loop": 4, "works": true}', '{"loop": 3, "works": false}']) == (4,)
+    assert rolled_loops(
+        ['{"loop": 3, "works": true}', '{"loop": 4, "works": true}', '{"loop": 3, "works": false}']
+    ) == (4,)
     for text in ("", "[]", '{"loop": "x"}', '{"loop": 3}'):
         with pytest.raises(ConfigError, match="which the change did not write"):
             rolled_loops([text])
