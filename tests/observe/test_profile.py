@@ -359,6 +359,30 @@ def test_without_a_trace():
     assert profiler.get_metrics()["tflops"] is None
 
 
+@pytest.mark.slow  # times of a real program, by turns
+def test_a_region_without_a_trace_is_not_slower():
+    profiler = TpuPerformanceProfiler(
+        capture_flops=False, capture_communication=False, capture_kernel_details=False
+    )
+    step = jax.jit(lambda x: jnp.tanh(x @ x))
+    x = ones(256, 256) / 256
+
+    def work() -> float:
+        began = time.perf_counter()
+        for _ in range(60):
+            step(x).block_until_ready()
+        return time.perf_counter() - began
+
+    work()
+    within, without = [], []
+    for _ in range(15):
+        without.append(work())
+        with profiler.profile_context("region"):
+            within.append(work())
+    # The least of each: other processes only make a region longer.
+    assert min(within) <= 1.05 * min(without)
+
+
 def test_metrics_in_percent_and_as_shares():
     profiler = TpuPerformanceProfiler()
     square = jax.jit(lambda x: x @ x)
