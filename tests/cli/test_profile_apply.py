@@ -84,8 +84,8 @@ print(round(float(x[0]), 4))
 WAITING: dict[str, tuple[str, str, str, str, dict[str, str]]] = {
     "a step that is waited for": (
         """
-step = jax.jit(lambda x: jax.lax.fori_loop(0, 8, lambda _, h: jnp.tanh(h @ h), x))
-x = jnp.full((256, 256), 0.01)
+step = jax.jit(lambda x: jax.lax.fori_loop(0, 100, lambda _, h: jnp.tanh(h @ h), x))
+x = jnp.full((128, 128), 0.01)
 for n in range(40):
     x = step(x)
     x.block_until_ready()
