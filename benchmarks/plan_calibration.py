@@ -21,14 +21,18 @@ from typing import Any
 import numpy as np
 
 from benchmarks._maxtext.fit import fit, leave_one_out, median_error
-from benchmarks._maxtext.rows import PublishedRow, load_rows
+from benchmarks._maxtext.rows import PublishedRow, SeveralRow, load_rows, load_several
 
 LONG = "15 compilations of a minute and a half each, unless cached"
 
-__all__ = ["CONSTANTS", "Calibration", "Prediction", "calibrate", "run"]
+__all__ = ["CONSTANTS", "Calibration", "Prediction", "calibrate", "exchange_of", "run", "several_markdown"]
 
 CONSTANTS = ("compute", "memory", "communication")
 MARKS = ("<!-- table: begin -->", "<!-- table: end -->")
+SEVERAL_MARKS = ("<!-- several: begin -->", "<!-- several: end -->")
+# Of a gradient between slices: the compiled programs sum them in bfloat16 within one (43.5 GiB of all-reduces in the
+# step of 22B, two bytes for each parameter and the embedding's).
+GRADIENT_BYTES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +179,57 @@ class Calibration:
         plt.close(figure)
 
 
+def exchange_of(one: SeveralRow) -> Any:
+    """What its slices exchange in a step (a ``capibara.plan.time.network.Exchange``)."""
+    from capibara.hardware import get_chip
+    from capibara.plan.time.network import Exchange
+
+    bandwidth = get_chip(one.row.generation).dcn_bandwidth
+    if bandwidth is None:
+        raise ValueError(f"{one.name}: the network between slices of {one.row.generation} is not known")
+    return Exchange(
+        slices=one.slices,
+        bytes=GRADIENT_BYTES * one.row.decoder.num_parameters / one.row.num_devices,
+        bandwidth=bandwidth,
+        pieces=one.row.decoder.layers,
+    )
+
+
+def several_markdown(predictions: Sequence[Prediction]) -> str:
+    """The table of runs on several slices: the prediction for one, and what the exchange adds."""
+    known = {p.row.name: p for p in predictions}
+    head = ("slices × row", "published", "slower than one", "raw", "error", "slower", "the exchange")
+    lines = ["| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]
+    errors, published_slower, slower, missing = [], [], [], []
+    for one in load_several():
+        if one.row.name not in known:
+            missing.append(one.name)
+            continue
+        base, extra = known[one.row.name], exchange_of(one).seconds
+        errors.append((base.seconds + extra) / one.seconds - 1)
+        published_slower.append(one.seconds / one.row.seconds - 1)
+        slower.append(extra / base.seconds)
+        cells = (
+            one.name,
+            f"{one.seconds:.2f} s",
+            f"{published_slower[-1]:+.1%}",
+            f"{base.seconds + extra:.2f} s",
+            f"{errors[-1]:+.1%}",
+            f"{slower[-1]:+.1%}",
+            f"{extra:.2f} s",
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    if errors:
+        lines += [
+            "",
+            f"Median error of {len(errors)} rows: {np.median(np.abs(errors)):.1%}. Median slowdown against one slice: "
+            f"published {np.median(published_slower):+.1%}, predicted {np.median(slower):+.1%}.",
+        ]
+    if missing:
+        lines.append(f"Not compiled yet: {', '.join(missing)}.")
+    return "\n".join(lines)
+
+
 def predict(row: PublishedRow, program: Any) -> Prediction:
     """What the planner says of a compiled row (a ``capibara.plan.compiler.CompiledProgram``)."""
     from benchmarks._maxtext.kernels import state_kernels
@@ -244,6 +299,7 @@ def run() -> list[dict[str, Any]]:
     """Rows whose ratio is the predicted step time over the published one."""
     result = calibrate(predict_rows(lambda words: print(words, file=sys.stderr, flush=True)))
     print(result.to_markdown())
+    print(several_markdown(result.predictions))
     return [
         {
             "what": p.row.name,
@@ -261,7 +317,7 @@ def run() -> list[dict[str, Any]]:
 
 
 def write_page(result: Calibration, page: Path) -> None:
-    """Put the table into a page between its marks, and the picture beside it.
+    """Put the tables into a page between their marks, and the picture beside it.
 
     Raises:
       ValueError: the page lacks the marks.
@@ -269,11 +325,15 @@ def write_page(result: Calibration, page: Path) -> None:
     from capibara.files import replace_file
 
     text = page.read_text(encoding="utf-8")
-    if not all(text.count(mark) == 1 for mark in MARKS):
-        raise ValueError(f"{page}: expected {MARKS[0]} and {MARKS[1]}, once each")
-    before, rest = text.split(MARKS[0])
-    after = rest.split(MARKS[1])[1]
-    replace_file(page, f"{before}{MARKS[0]}\n\n{result.to_markdown()}\n\n{MARKS[1]}{after}")
+    for (begin, end), table in (
+        (MARKS, result.to_markdown()),
+        (SEVERAL_MARKS, several_markdown(result.predictions)),
+    ):
+        if not all(text.count(mark) == 1 for mark in (begin, end)):
+            raise ValueError(f"{page}: expected {begin} and {end}, once each")
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n\n{table}\n\n{end}{rest.split(end)[1]}"
+    replace_file(page, text)
     result.draw(page.with_suffix(".png"))
 
 
@@ -288,5 +348,6 @@ if __name__ == "__main__":
         predict_rows(lambda words: print(words, file=sys.stderr, flush=True), compile_missing=not given.kept)
     )
     print(calibration.to_markdown())
+    print(several_markdown(calibration.predictions))
     if given.page:
         write_page(calibration, given.page)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from benchmarks._maxtext.decoder import Decoder
 
-__all__ = ["COUNTED", "PublishedRow", "load_rows"]
+__all__ = ["COUNTED", "PublishedRow", "SeveralRow", "load_rows", "load_several"]
 
 COUNTED = ("weights", "half scores", "all scores", "tokens")
 _FILE = Path(__file__).with_name("rows.toml")
@@ -94,6 +94,53 @@ class PublishedRow:
         if self.tokens_per_second is not None:
             return self.tokens / self.tokens_per_second
         return self.flops(self.counted) / (self.mfu / 100 * self.peak_tflops * 1e12)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeveralRow:
+    """The same run on several slices, each with the same batch for each chip.
+
+    Attributes:
+      row: what was published for one of them.
+      slices: how many.
+      tflops, mfu: the stated rate of a chip, as for ``row``.
+    """
+
+    row: PublishedRow
+    slices: int
+    tflops: float
+    mfu: float
+
+    @property
+    def name(self) -> str:
+        """As ``"2 × 22B v4-128"``."""
+        return f"{self.slices} × {self.row.name}"
+
+    @property
+    def seconds(self) -> float:
+        """The step time that it says, counted as for one slice."""
+        return self.row.flops(self.row.counted) / (self.mfu / 100 * self.row.peak_tflops * 1e12)
+
+
+def load_several(path: Path = _FILE) -> tuple[SeveralRow, ...]:
+    """The rows of a file for several slices.
+
+    Raises:
+      ValueError: one is of a row that is not there, or contradicts itself.
+    """
+    rows = {row.name: row for row in load_rows(path)}
+    found = []
+    for given in tomllib.loads(path.read_text(encoding="utf-8")).get("several", ()):
+        row = rows.get(given["of"])
+        if row is None:
+            raise ValueError(f"{path}: several slices of {given['of']!r}, which is not a row")
+        for slices, (tflops, mfu) in given["rates"].items():
+            if abs(mfu / 100 * row.peak_tflops / tflops - 1) > 0.006:
+                raise ValueError(
+                    f"{path}: {slices} × {row.name!r}: {tflops} TFLOP/s are not {mfu} % of {row.peak_tflops}"
+                )
+            found.append(SeveralRow(row=row, slices=int(slices), tflops=tflops, mfu=mfu))
+    return tuple(found)
 
 
 def load_rows(path: Path = _FILE) -> tuple[PublishedRow, ...]:

@@ -9,8 +9,18 @@ import numpy as np
 import pytest
 
 from benchmarks._maxtext.kernels import state_kernels, visible_share
-from benchmarks._maxtext.rows import load_rows
-from benchmarks.plan_calibration import CONSTANTS, MARKS, Prediction, calibrate, write_page
+from benchmarks._maxtext.rows import load_rows, load_several
+from benchmarks.plan_calibration import (
+    CONSTANTS,
+    GRADIENT_BYTES,
+    MARKS,
+    SEVERAL_MARKS,
+    Prediction,
+    calibrate,
+    exchange_of,
+    several_markdown,
+    write_page,
+)
 from capibara.plan.program import Kernel, ProgramFacts
 
 ROWS = load_rows()
@@ -52,6 +62,24 @@ def test_the_table_has_every_row_and_says_what_does_not_fit():
     )
 
 
+def test_several_slices_are_one_and_an_exchange():
+    predictions = made_up()
+    lines = several_markdown(predictions).splitlines()
+    for one in load_several():
+        (line,) = [line for line in lines if line.startswith(f"| {one.name} |")]
+        base = next(p for p in predictions if p.row == one.row)
+        # Each chip sends twice (S - 1) / S of its share of the gradients.
+        share = GRADIENT_BYTES * one.row.decoder.num_parameters / one.row.num_devices
+        seconds = 2 * share * (one.slices - 1) / one.slices / exchange_of(one).bandwidth
+        assert exchange_of(one).seconds == pytest.approx(seconds)
+        cells = [cell.strip() for cell in line.split("|")]
+        assert float(cells[4].removesuffix(" s")) == pytest.approx(base.seconds + seconds, abs=0.006)
+        assert cells[2] == f"{one.seconds:.2f} s"
+    # The tables of one slice do not change with it.
+    assert calibrate(predictions).errors == calibrate(made_up()).errors
+    assert "Not compiled yet: 2 × 22B v4-128" in several_markdown(predictions[1:])
+
+
 def test_constants_that_are_there_are_found():
     result = calibrate(made_up())
     assert list(result.constants) == list(CONSTANTS)
@@ -88,13 +116,15 @@ def test_too_few_rows_are_refused():
 def test_pages_get_the_table_between_their_marks(tmp_path):
     pytest.importorskip("matplotlib")
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{MARKS[0]}\nold\n{MARKS[1]}\nafter\n")
+    page.write_text("\n".join(["before", MARKS[0], "old", MARKS[1], "between", *SEVERAL_MARKS, "after\n"]))
     for _ in range(2):
         write_page(calibrate(made_up()), page)
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
     assert "old" not in text
+    assert "\nbetween\n" in text
+    assert text.count("| 8 × 22B v4-128 |") == 1
     assert text.count("| 22B v4-128 |") == 1
     assert page.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
     page.write_text("no marks")
@@ -138,6 +168,8 @@ def test_what_kernels_state_themselves_stands_and_strangers_are_refused():
 def test_the_page_has_the_marks():
     page = Path(__file__).parents[2] / "docs" / "calibration.md"
     text = page.read_text()
-    assert all(text.count(mark) == 1 for mark in MARKS)
+    assert all(text.count(mark) == 1 for mark in (*MARKS, *SEVERAL_MARKS))
+    for several in load_several():
+        assert f"| {several.name} |" in text or several.name in text.rpartition("Not compiled yet: ")[2]
     for row in ROWS:
         assert f"| {row.name} |" in text or row.name in text.partition("Not compiled yet: ")[2]

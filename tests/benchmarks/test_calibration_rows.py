@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks._maxtext.fit import fit, leave_one_out, median_error
-from benchmarks._maxtext.rows import COUNTED, load_rows
+from benchmarks._maxtext.rows import COUNTED, load_rows, load_several
 
 ROWS = load_rows()
 IDS = [row.name for row in ROWS]
@@ -65,6 +65,20 @@ def test_the_step_time_gives_back_the_rate_that_was_published(row):
     assert rate / row.seconds / 1e12 == pytest.approx(row.tflops, rel=0.005)
 
 
+@pytest.mark.parametrize("several", load_several(), ids=lambda several: several.name)
+def test_rates_of_several_slices_give_back_what_was_published(several):
+    counted = several.row.flops(several.row.counted)
+    assert counted / several.seconds / 1e12 == pytest.approx(several.tflops, rel=0.006)
+    assert several.slices in (2, 4, 8, 16, 32)
+    # More slices are slower, but for one that says so itself.
+    assert several.seconds > several.row.seconds or several.row.name == "52B v4-384"
+
+
+def test_every_row_of_those_tables_has_its_runs_on_several_slices():
+    assert {several.row.name for several in load_several()} == set(IDS) - {"Llama2-70B v5p-1024"}
+    assert len(load_several()) == 32
+
+
 def test_operations_grow_with_what_is_counted():
     for row in ROWS:
         counts = [row.flops(counted) for counted in COUNTED[:3]]
@@ -92,6 +106,22 @@ def test_files_that_contradict_themselves_are_refused(tmp_path, old, new, words)
     path.write_text(source.replace(old, new))
     with pytest.raises(ValueError, match=words):
         load_rows(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('of = "22B v4-128"', 'of = "23B v4-128"', "'23B v4-128', which is not a row"),
+        ("2 = [152.0, 55.2]", "2 = [152.0, 45.2]", "152.0 TFLOP/s are not 45.2 %"),
+    ],
+)
+def test_several_slices_that_contradict_themselves_are_refused(tmp_path, old, new, words):
+    source = Path(load_rows.__globals__["_FILE"]).read_text()
+    assert old in source
+    path = tmp_path / "rows.toml"
+    path.write_text(source.replace(old, new))
+    with pytest.raises(ValueError, match=words):
+        load_several(path)
 
 
 @given(

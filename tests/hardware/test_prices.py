@@ -180,3 +180,25 @@ def test_any_row_is_a_price_or_a_price_error(tmp_path_factory, row):
     path.write_text(tomli_w.dumps({"price": [row]}), encoding="utf-8")
     with contextlib.suppress(PriceError):
         assert len(load_prices(path)) >= len(load_prices())
+
+
+def test_a_chip_without_a_price_says_since_when():
+    with pytest.raises(
+        UnknownPriceError, match=r"tpu-v7x.*by 2026-11-28 none was found\. Google's page.*CAPIBARA_PRICES"
+    ):
+        get_price("v7x")
+    with pytest.raises(UnknownPriceError) as error:  # of others nothing is claimed
+        get_price("h200")
+    assert "none was found" not in str(error.value)
+
+
+def test_a_price_of_ones_own_stands_for_a_chip_without_one(tmp_path):
+    path = tmp_path / "prices.toml"
+    path.write_text(
+        '[[price]]\nchip = "v7x"\nregion = "us-central1"\nterm = "on-demand"\nusd_per_chip_hour = 9.5\n'
+        'as_of = 2026-11-28\nsource = "our contract"\n'
+    )
+    assert get_price("v7x", path=path).usd_per_chip_hour == 9.5
+    path.write_text(path.read_text() + '[unpriced.tpu-v4]\nas_of = 2026-11-28\nwhy = "x"\n')
+    with pytest.raises(PriceError, match="unknown key 'unpriced'"):
+        load_prices(path)

@@ -166,3 +166,11 @@ def test_files_that_were_written_once_name_any_grid():
     assert parse_slice("v5e:2x8", rented=False).shape == (2, 8)
     with pytest.raises(PlanError, match="or give the grid"):
         parse_slice("v5p-700")
+
+
+def test_a_plan_for_tpu7x_says_that_it_has_no_price():
+    from capibara.plan import plan
+
+    found = plan("demo", "v7x:2x2x1", compile=False)
+    assert found.best.usd_per_step is None
+    assert any("no price: the on-demand price of tpu-v7x is not known" in note for note in found.notes)

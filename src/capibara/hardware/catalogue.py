@@ -24,6 +24,7 @@ _PLAIN = (
     "link_bandwidth",
     "links_per_chip",
     "interconnect_bandwidth",
+    "dcn_bandwidth",
     "topology_dims",
     "hbm_bytes",
     "hbm_bandwidth",

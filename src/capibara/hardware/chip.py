@@ -69,6 +69,7 @@ class Chip:
       link_bandwidth: bytes per second, one way, over one chip-to-chip link.
       links_per_chip: number of such links.
       interconnect_bandwidth: bytes per second, both ways together, over all links of a chip (vendor's figure).
+      dcn_bandwidth: bytes per second, one way, that a chip has of its host's network to other slices.
       topology_dims: axes of the grid of chips.
       gke_accelerator: what Kubernetes calls nodes with these chips (GKE's label ``gke-tpu-accelerator``).
       chips_per_host: chips on each host of a slice with several hosts.
@@ -91,6 +92,7 @@ class Chip:
     link_bandwidth: float | None = None
     links_per_chip: int | None = None
     interconnect_bandwidth: float | None = None
+    dcn_bandwidth: float | None = None
     topology_dims: int | None = None
     gke_accelerator: str | None = None
     chips_per_host: int | None = None
@@ -187,6 +189,7 @@ class Chip:
             ("memory bandwidth", self.hbm_bandwidth, 1e9, "GB/s", "hbm_bandwidth"),
             ("a link, one way", self.link_bandwidth, 1e9, "GB/s", "link_bandwidth"),
             ("all links, both ways", self.interconnect_bandwidth, 1e9, "GB/s", "interconnect_bandwidth"),
+            ("to other slices", self.dcn_bandwidth, 1e9, "GB/s", "dcn_bandwidth"),
         ):
             rows.append((label, "not known" if value is None else f"{value / scale:,.4g} {unit}", key))
         if self.cores_per_chip is not None:

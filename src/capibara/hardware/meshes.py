@@ -17,10 +17,18 @@ def arrange_devices(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
 
     Each mesh axis is mapped to whole axes of the grid of chips if possible
     (``jax.experimental.mesh_utils.create_device_mesh``); devices without a position on a grid are in their own order.
+    The devices of several slices are arranged slice by slice, one after another along the first axis, so that only
+    this axis crosses the network between them (as ``create_hybrid_device_mesh`` does with its first axis).
     """
     import numpy as np
     from jax.experimental import mesh_utils
 
+    slices: dict[int, list[Any]] = {}
+    for device in devices:
+        slices.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
+    if len(slices) > 1 and sizes[0] % len(slices) == 0 and len({len(each) for each in slices.values()}) == 1:
+        inside = (sizes[0] // len(slices), *sizes[1:])
+        return np.concatenate([arrange_devices(inside, slices[number]) for number in sorted(slices)])
     try:
         return mesh_utils.create_device_mesh(tuple(sizes), list(devices), allow_split_physical_axes=True)
     except (NotImplementedError, ValueError, AssertionError):

@@ -117,15 +117,23 @@ def get_price(
         return min(found, key=lambda p: p.usd_per_chip_hour)
     known = "; ".join(f"{p.region} {p.term}" for p in of_chip) or "none"
     where = f" in region {region!r}" if region else ""
+    looked = "" if of_chip else _why_unpriced(name)
     raise UnknownPriceError(
-        f"the {term} price of {name}{where} is not known (known for this chip: {known}). Give one in a TOML "
+        f"the {term} price of {name}{where} is not known (known for this chip: {known}){looked}. Give one in a TOML "
         "file named by the environment variable CAPIBARA_PRICES; see capibara.hardware.prices"
     )
 
 
+def _why_unpriced(name: str) -> str:
+    """What was found when a price was looked for; empty if none was."""
+    data, _ = read_toml(_PACKAGED, what="price file", error=PriceError)
+    found = data["unpriced"].get(name)
+    return "" if found is None else f": by {found['as_of']} none was found. {found['why']}"
+
+
 def _read(path: Path, *, own: bool) -> list[Price]:
     data, _ = read_toml(path, what="price file", error=PriceError)
-    unknown = data.keys() - {"price", "sources"}
+    unknown = data.keys() - ({"price", "sources"} if own else {"price", "sources", "unpriced"})
     if unknown:
         name = sorted(unknown)[0]
         raise PriceError(

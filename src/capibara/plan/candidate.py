@@ -10,7 +10,8 @@ from capibara.hardware import Price
 from capibara.plan.compiler import CompiledProgram
 from capibara.plan.slices import Slice
 from capibara.plan.time import StepTime
-from capibara.sharding import Layout
+from capibara.plan.time.network import Exchange
+from capibara.sharding import Layout, across_slices
 
 __all__ = ["Candidate"]
 
@@ -34,6 +35,9 @@ class Candidate:
       coordinates: of every device on the grid, in the order of the mesh; empty if nothing was compiled.
       compile_seconds: the time of the compilation, when it was done.
       program: the compiled program; None if nothing was compiled.
+      slices: number of slices; each has ``layout`` and its share of the batch. ``tokens``, ``flops`` and the time are
+        those of all of them.
+      exchange: of gradients between them; None for one slice.
     """
 
     layout: Layout
@@ -49,6 +53,13 @@ class Candidate:
     coordinates: tuple[tuple[int, ...], ...] = ()
     compile_seconds: float = 0.0
     program: CompiledProgram | None = field(default=None, repr=False, compare=False)
+    slices: int = 1
+    exchange: Exchange | None = None
+
+    @property
+    def training_layout(self) -> Layout:
+        """The layout over the devices of all slices, in which it trains."""
+        return across_slices(self.layout, self.slices)
 
     @property
     def scheduled(self) -> bool:
@@ -82,13 +93,13 @@ class Candidate:
         et al., "PaLM", arXiv:2204.02311, appendix B)."""
         if self.flops is None or not self.step_seconds:
             return None
-        peak = self.target.chip.peak("bfloat16") * self.target.num_devices
+        peak = self.target.chip.peak("bfloat16") * self.target.num_devices * self.slices
         return self.flops / (self.step_seconds * peak)
 
     @property
     def usd_per_hour(self) -> float | None:
-        """US dollars per hour for the slice."""
-        return None if self.price is None else self.price.cost(self.target.num_chips, 1.0)
+        """US dollars per hour for all slices."""
+        return None if self.price is None else self.price.cost(self.target.num_chips * self.slices, 1.0)
 
     @property
     def usd_per_step(self) -> float | None:
@@ -107,10 +118,12 @@ class Candidate:
         return {
             "topology": self.target.text,
             "view": self.target.view,
-            "chips": self.target.num_chips,
-            "devices": self.target.num_devices,
-            "layout": self.layout.to_json(),
-            "overrides": self.layout.overrides(),
+            "slices": self.slices,
+            "chips": self.target.num_chips * self.slices,
+            "devices": self.target.num_devices * self.slices,
+            "layout": self.training_layout.to_json(),
+            "overrides": self.training_layout.overrides(),
+            "exchange": None if self.exchange is None else self.exchange.to_json(),
             "hbm_bytes": self.hbm_bytes,
             "hbm_usable_bytes": self.target.usable_hbm_bytes,
             "fits": self.fits,

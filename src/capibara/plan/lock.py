@@ -110,6 +110,11 @@ def write_lock(plan: Plan, path: str | os.PathLike[str]) -> None:
     best = plan.best
     if best.memory_source != "compiler":
         raise PlanError("only a compiled plan can be locked: this one is an estimate")
+    if plan.slices > 1:
+        raise PlanError(
+            "only the plan of one slice can be locked: its program is what is compared. Lock the plan of one slice "
+            f"with train.batch_size={plan.config.train.batch_size // plan.slices if plan.config else '…'}"
+        )
     if plan.config is None:
         raise PlanError("only the plan of a configuration can be locked: a function cannot be kept in a file")
     data = {

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from capibara.config.axes import AxisRules
 from capibara.files import replace_file
 from capibara.plan.compiler import Job, ProgramCache
 from capibara.plan.errors import PlanError
@@ -19,6 +18,15 @@ from capibara.plan.isolated import isolated
 from capibara.plan.search.space import WHOLE_PRODUCTS, meshes
 from capibara.plan.sizes import size_text
 from capibara.plan.slices import Slice
+from capibara.plan.step_arguments import (
+    Rules,
+    arrays_of,
+    axis_names,
+    mesh_choices,
+    only_arrays,
+    preferred_axes,
+    rules_of,
+)
 from capibara.plan.validation import MeshSizes
 from capibara.plan.work import Rough
 from capibara.sharding import Layout, Links
@@ -44,6 +52,8 @@ class StepWork:
       counted_flops: matrix products and convolutions of a step, counted from its jaxpr.
       tokens: of a step, if given.
       structure: the trees of the arguments (a JAX tree definition).
+      rules: for the axis names, in place of the layout's; None: ``AxisRules``, on the axes ``data`` and ``model``.
+      mesh_axes: the axes of a mesh, with ``rules``.
     """
 
     title: str
@@ -57,6 +67,8 @@ class StepWork:
     counted_flops: float
     tokens: int | None = None
     structure: Any = field(default=None, repr=False)
+    rules: Rules | None = field(default=None, repr=False)
+    mesh_axes: tuple[str, ...] = ()
     _specs: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -66,6 +78,9 @@ class StepWork:
 
     def layouts(self, target: Slice) -> Iterator[Layout]:
         """Meshes and shardings; rematerialisation is up to the function."""
+        if self.rules is not None:
+            yield from self._ruled_layouts(target)
+            return
         widest = max((size for n in self.kinds["state"] for size in self.shapes[n]), default=1)
         rows = [self.shapes[n][0] for n in self.kinds["batch"] if self.shapes[n]]
         for mesh in meshes(target.num_devices, widest):
@@ -74,6 +89,25 @@ class StepWork:
                 continue
             for parameters in ("sharded", "replicated") if data > 1 else ("sharded",):
                 yield Layout(mesh=mesh, parameters=parameters, remat="none", flags=WHOLE_PRODUCTS)
+
+    def _ruled_layouts(self, target: Slice) -> Iterator[Layout]:
+        """Every mesh of the rules' axes whose devices all have a part: of the rows, if an axis is for these."""
+        of_rows = {axis for n in self.kinds["batch"] for axis in self._wanted(n)}
+        for mesh in mesh_choices(target.num_devices, self.mesh_axes):
+            layout = Layout(mesh=mesh, remat="none", flags=WHOLE_PRODUCTS)
+            used = {axis for n in range(len(self.shapes)) for axis in _mesh_axes(self._spec(n, layout))}
+            rows = {axis for n in self.kinds["batch"] for axis in _mesh_axes(self._spec(n, layout))}
+            if all(axis in (rows if axis in of_rows else used) for axis, size in mesh if size > 1):
+                yield layout
+
+    def _wanted(self, number: int) -> set[str]:
+        """Mesh axes that the rules prefer for an array's dimensions, whether these divide or not."""
+        if self.rules is None:
+            return set()
+        found: set[str] = set()
+        for name in self.axes[number] or ():
+            found |= set() if name is None else preferred_axes(self.rules, name)
+        return found & set(self.mesh_axes)
 
     def specs(self, layout: Layout) -> tuple[Any, ...]:
         """A ``PartitionSpec`` for every array of the arguments, in trees like them: a candidate's sharding."""
@@ -91,7 +125,10 @@ class StepWork:
         held = {kind: self._bytes(layout, numbers) for kind, numbers in self.kinds.items()}
         sizes = layout.axis_sizes
         data_axes, model_axes = ([axis] if axis in sizes else [] for axis in ("data", "model"))
-        data, model = sizes.get("data", 1), sizes.get("model", 1)
+        if self.rules is not None:
+            of_rows = {axis for n in self.kinds["batch"] for axis in _mesh_axes(self._spec(n, layout))}
+            data_axes, model_axes = list(of_rows), [axis for axis in sizes if axis not in of_rows]
+        data, model = (math.prod(sizes[axis] for axis in axes) for axes in (data_axes, model_axes))
         whole = sum(math.prod(self.shapes[n]) * self.item_sizes[n] for n in self.kinds["state"])
         rows = sum(math.prod(self.shapes[n]) * self.item_sizes[n] for n in self.kinds["batch"]) / data
         links = Links(sizes, 2 * target.link_bandwidth, hop_seconds=0.0)
@@ -127,12 +164,14 @@ class StepWork:
         shape, names = self.shapes[number], self.axes[number]
         batch = number in self.kinds["batch"]
         if names is not None:
-            rules: AxisRules = layout.rules
+            rules = self.rules or layout.rules
             mesh: Any = MeshSizes(layout.mesh)
             spec = rules.spec(names, mesh, shape, kind="activations" if batch else "parameters")
             return [list(e) if isinstance(e, tuple) else e for e in spec]
         sizes = layout.axis_sizes
         out: list[Any] = [None] * len(shape)
+        if self.rules is not None:  # without names: on every device
+            return out
         if batch:
             if shape and shape[0] % sizes["data"] == 0:
                 out[0] = "data"
@@ -154,9 +193,8 @@ class StepWork:
         total = 0
         for n in numbers:
             cut = 1
-            for entry in self._spec(n, layout):
-                for axis in [entry] if isinstance(entry, str) else entry or []:
-                    cut *= sizes[axis]
+            for axis in _mesh_axes(self._spec(n, layout)):
+                cut *= sizes[axis]
             total += math.prod(self.shapes[n]) * self.item_sizes[n] // cut
         return total
 
@@ -170,6 +208,8 @@ def step_work(
     donate_argnums: Sequence[int] = (0,),
     tokens: int | None = None,
     name: str | None = None,
+    rules: Any = None,
+    mesh_axes: Sequence[str] | None = None,
     folder: str | os.PathLike[str] | None = None,
 ) -> StepWork:
     """Export a step function, so that :func:`plan` can compile it for slices.
@@ -181,14 +221,20 @@ def step_work(
 
     Args:
       step: a function of arrays and pytrees of them, jitted or not, such as ``(state, batch) -> (state, metrics)``.
-      args: its arguments: arrays, or ``jax.ShapeDtypeStruct`` (nothing is computed or allocated).
-      axes: logical axis names of every array (``("embed", "mlp")``), in trees like ``args``; None for arrays without
-        names. They are sharded by ``AxisRules``. By default, arrays are sharded along their longest dimensions.
+      args: its arguments: arrays, or ``jax.ShapeDtypeStruct`` (nothing is computed or allocated). Functions and other
+        objects in their trees, such as an Equinox module's activation, are part of the program.
+      axes: logical axis names of every array (``("embed", "mlp")``, or a ``PartitionSpec`` of them), in trees like
+        ``args``; None for arrays without names. They are sharded by ``AxisRules``. By default, arrays are sharded along
+        their longest dimensions.
       batch_argnums: arguments that are sharded along their first dimension over ``data``; by default all but the
         first.
       donate_argnums: arguments whose memory the results may reuse.
       tokens: of a step, for figures per token.
       name: replaces the function's name.
+      rules: mesh axes for the names in ``axes``: an ``AxisRules``, or pairs such as ``("embed", "fsdp")`` or
+        ``("batch", ("data", "fsdp"))``, as Flax's and MaxText's logical axis rules are. Every mesh of these axes is
+        then considered; arrays without names are replicated.
+      mesh_axes: those of the rules' mesh axes that a plan may use, outermost first; the others have one device.
       folder: folder for the exported function, instead of the user's cache.
 
     Raises:
@@ -213,7 +259,9 @@ def step_work(
     )
     if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1):
         raise PlanError(f"tokens={tokens!r} must be an integer of at least 1")
-    described = [jax.tree.map(_described, argument) for argument in args]
+    chosen, choices = rules_of(rules, mesh_axes)
+    shown, whole = arrays_of(args)
+    described = [jax.tree.map(_described, argument) for argument in shown]
     leaves: list[Any] = []
     owner: list[int] = []
     for number, argument in enumerate(described):
@@ -223,10 +271,16 @@ def step_work(
     if not leaves:
         raise PlanError("args has no arrays: there is nothing to lay over a mesh")
     structure = jax.tree.structure(tuple(described))
-    names = _axes(axes, described, len(leaves))
+    names = axis_names(axes, described)
+    if chosen is not None:
+        if not any(names[n] for n, of in enumerate(owner) if of in batches):
+            raise PlanError("rules: the batch has no names. Give it some in axes, such as ('batch', None)")
+        for each in names:
+            if each is not None:
+                chosen.check(each, choices, "axes")
 
     def flat(*arrays: Any) -> tuple[Any, ...]:
-        return tuple(jax.tree.leaves(step(*jax.tree.unflatten(structure, arrays))))
+        return only_arrays(step(*whole(arrays)))
 
     title = name or getattr(step, "__name__", type(step).__name__)
     found, data = isolated(lambda: _exported(flat, leaves, title), what=f"exporting {title}")
@@ -256,6 +310,8 @@ def step_work(
         counted_flops=found["flops"],
         tokens=tokens,
         structure=structure,
+        rules=chosen,
+        mesh_axes=choices,
     )
 
 
@@ -341,33 +397,7 @@ def _bytes(leaf: Any) -> int:
     return math.prod(leaf.shape) * (4 if key else leaf.dtype.itemsize)
 
 
-def _axes(axes: Sequence[Any] | None, described: list[Any], count: int) -> tuple[Any, ...]:
-    import jax
-
-    if axes is None:
-        return (None,) * count
-    if not isinstance(axes, Sequence) or isinstance(axes, str):
-        raise PlanError(f"axes is {type(axes).__name__}, expected one entry for each argument (or None)")
-    if len(axes) != len(described):
-        raise PlanError(
-            f"axes has {len(axes)} entries, expected one for each of the {len(described)} arguments (or None)"
-        )
-
-    def is_names(value: Any) -> bool:
-        return value is None or (
-            isinstance(value, tuple | list) and all(v is None or isinstance(v, str) for v in value)
-        )
-
-    out: list[Any] = []
-    for number, (given, argument) in enumerate(zip(axes, described, strict=True)):
-        leaves = jax.tree.leaves(argument)
-        found = [None] * len(leaves) if given is None else jax.tree.leaves(given, is_leaf=is_names)
-        if len(found) != len(leaves):
-            raise PlanError(f"axes[{number}] names {len(found)} arrays, but args[{number}] has {len(leaves)}")
-        for leaf, names in zip(leaves, found, strict=True):
-            if names is not None and len(names) != len(leaf.shape):
-                raise PlanError(
-                    f"axes[{number}] has {tuple(names)} for an array of shape {tuple(leaf.shape)}: one name a dimension"
-                )
-            out.append(None if names is None else tuple(names))
-    return tuple(out)
+def _mesh_axes(spec: Sequence[Any]) -> Iterator[str]:
+    """The mesh axes of one array's dimensions."""
+    for entry in spec:
+        yield from [entry] if isinstance(entry, str) else entry or []

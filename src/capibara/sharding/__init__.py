@@ -10,6 +10,7 @@ from capibara.sharding.communication import ASYNCHRONOUS, WHOLE_PRODUCTS
 from capibara.sharding.layout import Layout
 from capibara.sharding.links import HOP_SECONDS, Group, Links, links_of
 from capibara.sharding.resizing import mesh_sizes, resized
+from capibara.sharding.slices import across_slices
 
 __all__ = [
     "ASYNCHRONOUS",
@@ -18,6 +19,7 @@ __all__ = [
     "Group",
     "Layout",
     "Links",
+    "across_slices",
     "links_of",
     "mesh_sizes",
     "resized",

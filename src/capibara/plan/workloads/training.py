@@ -20,7 +20,7 @@ from capibara.sharding import Layout
 from capibara.train.placement import Placement
 from capibara.train.run import Run
 
-__all__ = ["lower_train_step"]
+__all__ = ["batch_arrays", "lower_train_step"]
 
 
 def lower_train_step(
@@ -45,13 +45,7 @@ def lower_train_step(
     model = ModularCapibaraModel(settings, mesh=mesh, rules=placement.rules)
     run = Run(settings, placement, model)
     state = run.state
-    rows = settings.train.batch_size // how.microbatches
-    shape = (how.microbatches, rows, settings.train.sequence_length + 1)
-    where = placement.batch_sharding(shape)
-    batch = {
-        name: jax.ShapeDtypeStruct(shape, dtype, sharding=where)
-        for name, dtype in (PACKED if packed else {"tokens": "int32"}).items()
-    }
+    batch = batch_arrays(settings, placement, how.microbatches, packed=packed)
     kinds = {
         "parameters": state.params,
         "optimizer": (state.opt_state, state.ema),
@@ -59,3 +53,20 @@ def lower_train_step(
         "model state": state.model_state,
     }
     return Workload(run.train_step.lower(state, batch), kinds)
+
+
+def batch_arrays(
+    config: ModularModelConfig, placement: Placement, microbatches: int, *, packed: bool
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays that one step takes, ``[microbatches, rows, length + 1]``, with their shardings.
+
+    Args:
+      packed: whether rows hold several documents.
+    """
+    rows = config.train.batch_size // microbatches
+    shape = (microbatches, rows, config.train.sequence_length + 1)
+    where = placement.batch_sharding(shape)
+    return {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+        for name, dtype in (PACKED if packed else {"tokens": "int32"}).items()
+    }
