@@ -300,6 +300,7 @@ def test_a_loop_that_closes_over_other_values_each_time(told: Told, tmp_path: Pa
         "scale = 1.0\nfor i in range(30):\n    x = jnp.ones(()) * scale\n"
     )
     told.run("roll", source, tmp_path)
+    assert len(rolled_loops(told.found)) == 2
     names = Told().run("roll", source, tmp_path, loops=rolled_loops(told.found))
     assert names["r"] == pytest.approx([2, 4, 2], rel=1e-4)
 

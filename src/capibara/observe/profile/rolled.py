@@ -148,6 +148,7 @@ class _Loop:
         self._all, self._line = all, line
         self._left: Any = None
         self._programs: dict[Any, Any] = {}
+        self._kept: list[Any] = []
         self._failed = False
 
     def first(self, over: Any) -> Any:
@@ -216,7 +217,11 @@ class _Loop:
         fixed = [jax.tree.leaves(one) != [] and not _computes(one) for one in values]
         if any(fixed):
             raise TypeError("it assigns a name that holds no arrays")
-        key = turn.__code__, jax.tree.structure(values)
+        # A program has what the body reads beside its names as constants: of other values it is another program.
+        cells = [cell.cell_contents for cell in turn.__closure__ or ()]
+        reads = [turn.__globals__.get(name) for name in turn.__code__.co_names]
+        self._kept += [*cells, *reads]  # no other object gets their place
+        key = turn.__code__, jax.tree.structure(values), tuple(map(id, [*cells, *reads]))
         if key not in self._programs:
 
             def program(values: tuple[Any, ...], rest: Any) -> tuple[Any, ...]:
