@@ -6,6 +6,7 @@ Importing this module does not import JAX: ``import capibara`` asks it whether t
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import logging
 import os
@@ -42,6 +43,7 @@ __all__ = [
     "varying_axes",
     "version_problem",
     "watch_program_keys",
+    "wrap_traces",
 ]
 
 # From the first, up to but not including the second. `dependencies` in pyproject.toml says the same: a test compares.
@@ -406,3 +408,59 @@ def stop_profile() -> None:
 
             profiler._profile_state.reset()
         raise
+
+
+def wrap_traces(
+    start: Callable[[Callable[[], Any], str, Any], Any], stop: Callable[[Callable[[], Any]], Any]
+) -> None:
+    """Let two functions stand around what begins and what ends a trace of ``jax.profiler``, from now on.
+
+    JAX 0.12 has a class for it, ``ProfileSession``, through which its functions go.
+
+    Args:
+      start: called with a function that begins the trace, the folder that was asked for (empty: none) and the
+        ``ProfileOptions`` (or None). Returns the function's result.
+      stop: called with a function that ends it; likewise. It raises RuntimeError where no trace is being taken.
+    """
+    import jax.profiler as profiler
+
+    session = getattr(profiler, "ProfileSession", None)
+    if session is not None:
+        begins, ends = session.start, session.stop
+
+        @functools.wraps(begins)
+        def started(self: Any) -> Any:
+            return start(lambda: begins(self), self.log_dir or "", self.profiler_options)
+
+        @functools.wraps(ends)
+        def stopped(self: Any) -> Any:
+            return stop(lambda: ends(self))
+
+        session.start, session.stop = started, stopped
+        return
+    begin, end, trace = profiler.start_trace, profiler.stop_trace, profiler.trace
+
+    @functools.wraps(begin)
+    def start_trace(
+        log_dir: Any,
+        create_perfetto_link: bool = False,
+        create_perfetto_trace: bool = False,
+        profiler_options: Any = None,
+    ) -> Any:
+        given = create_perfetto_link, create_perfetto_trace, profiler_options
+        return start(lambda: begin(log_dir, *given), str(log_dir), profiler_options)
+
+    @functools.wraps(end)
+    def stop_trace() -> Any:
+        return stop(end)
+
+    @functools.wraps(trace)
+    @contextlib.contextmanager
+    def traced(*args: Any, **kwargs: Any) -> Iterator[None]:
+        start_trace(*args, **kwargs)
+        try:
+            yield
+        finally:
+            stop_trace()
+
+    profiler.start_trace, profiler.stop_trace, profiler.trace = start_trace, stop_trace, traced

@@ -267,26 +267,6 @@ def test_what_a_script_ends_with(tmp_path: Path):
     assert (done.returncode, done.stderr) == (1, "of no use\n")
 
 
-@pytest.mark.parametrize("late", [True, False])
-def test_a_script_that_takes_a_trace(tmp_path: Path, late: bool):
-    """Before it the profile ends; without anything before it there is none, and the script goes on."""
-    first = "f(jnp.ones((64, 64))).block_until_ready()" if late else ""
-    (tmp_path / "s.py").write_text(f"""
-import jax, jax.numpy as jnp
-f = jax.jit(lambda x: x @ x)
-{first}
-with jax.profiler.trace({str(tmp_path / "trace")!r}):
-    f(jnp.ones((32, 32))).block_until_ready()
-print("traced")
-""")
-    done = capibara("--", "python", tmp_path / "s.py")
-    assert "traced" in done.stdout
-    assert list((tmp_path / "trace").glob("**/*.xplane.pb"))
-    assert done.returncode == (0 if late else 1), done.stderr
-    assert ("s.py: " in done.stdout) is late
-    assert ("a trace is being taken already" in done.stderr) is not late
-
-
 def test_a_failure_keeps_an_earlier_profile(script: Path, tmp_path: Path):
     folder = tmp_path / "kept"
     assert capibara("-o", folder, "--", "python", script, 1, 0).returncode == 0

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +24,10 @@ from planted_faults import (
     normal,
 )
 from planted_verdicts import Verdict, f1, gain_error, judged, profiled
+from tpu_compiler import ask, needs_libtpu
 
-from capibara.observe.bottlenecks import find_bottlenecks
+from capibara.observe.bottlenecks import Bottleneck, find_bottlenecks
+from capibara.observe.bottlenecks.remedies import choose_remedies, why_untried
 from capibara.observe.diagnostics import TpuDiagnostics
 from capibara.observe.errors import ProfileError
 from capibara.observe.profile import Operation, Profile, ProgramRuns
@@ -534,6 +537,83 @@ def test_padding_on_a_tpu():
     assert kinds(replace(on_tpu, operations=(replace(wide, tiled_flops=wide.flops),))) == []
     # 1.6 s for 10⁹ bytes are not the memory's, but for 4.7 · 10¹² they are.
     assert kinds(replace(on_tpu, operations=(replace(wide, bytes=47 * 10**11),))) == []
+
+
+PADDED_FOR_TPU = """
+import json, re
+import jax, jax.numpy as jnp
+from jax.experimental import topologies
+
+device = topologies.get_topology_desc(platform="tpu", topology_name="v4:2x2x1").devices[0]
+one = jax.sharding.SingleDeviceSharding(device)
+
+def padded(x, w):
+    (m, k), n = x.shape, w.shape[1]
+    up = lambda side, tile: -side % tile
+    x = jnp.pad(x, ((0, up(m, 8)), (0, up(k, 128))))
+    return (x @ jnp.pad(w, ((0, up(k, 128)), (0, up(n, 128)))))[:m, :n]
+
+def cycles(function, m, k, n):
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=one) for shape in ((m, k), (k, n))]
+    text = jax.jit(function).lower(*arrays).compile().as_text()
+    return sum(map(int, re.findall(r'"estimated_cycles":\\s*"?(\\d{1,18})', text)))
+
+shapes = [(1000, 200, 300), (2048, 129, 129), (8192, 1100, 1100), (8192, 4096, 200)]
+print(json.dumps([[cycles(jnp.matmul, *sides), cycles(padded, *sides)] for sides in shapes]))
+"""
+
+
+@needs_libtpu
+@pytest.mark.slow  # eight programs for a TPU
+def test_padding_in_the_program_saves_nothing_on_a_tpu():
+    """So there is nothing to try: see why_untried."""
+    for plain, padded in ask(PADDED_FOR_TPU):
+        assert 0 < plain <= padded
+    reason = why_untried(replace(BASE, platform="tpu"), Bottleneck("padded", "", "", {}, 0.4), None)
+    assert reason.startswith("XLA pads what a TPU multiplies to its tiles itself")
+
+
+@pytest.mark.parametrize(
+    ("kind", "platform", "script", "words"),
+    [
+        ("communication", "cpu", "s.py", "devices that a CPU emulates share its cores"),
+        ("unfused", "cpu", None, "a module (-m) is not rewritten"),
+        (
+            "unfused",
+            "cpu",
+            "s.py",
+            "no line of s.py starts these operations (a.py): functions of other files",
+        ),
+    ],
+)
+def test_why_nothing_can_be_tried(kind: str, platform: str, script: str | None, words: str):
+    profile = replace(BASE, platform=platform, operations=(PRODUCT,))
+    path = None if script is None else Path(script)
+    found = Bottleneck(kind, "", "", {"programs": ["jit_step"]}, 0.4)
+    assert choose_remedies(profile, found, path, Path()) == []
+    assert words in why_untried(profile, found, path)
+
+
+def test_what_is_tried_of_the_host_and_of_loops():
+    idle = Bottleneck("idle", "", "", {"beside_the_devices": 0.2}, 0.6)
+    wait, ahead = choose_remedies(BASE, idle, Path("s.py"), Path())
+    assert (wait.predicted_gain, ahead.predicted_gain) == (0.2, 0.2)
+    assert len(choose_remedies(BASE, idle, None, Path())) == 1
+    small = Bottleneck("small_products", "", "", {"beside": 0.4}, 0.8)
+    batch, unroll = choose_remedies(BASE, small, None, Path())
+    assert (batch.predicted_gain, unroll.predicted_gain) == (None, pytest.approx(0.4 * 7 / 8))
+    # Kernels of one program, on a GPU, are what unrolling is for.
+    kernels = Bottleneck("dispatch", "", "", {"kernels": 100, "programs": []}, 0.3)
+    assert [
+        one.change and one.change.kind for one in choose_remedies(BASE, kernels, Path("s.py"), Path())
+    ] == [
+        "batch",
+        "unroll",
+    ]
+    python = Bottleneck("dispatch", "", "", {"runs": 100, "programs": []}, 0.3)
+    assert [
+        one.change and one.change.kind for one in choose_remedies(BASE, python, Path("s.py"), Path())
+    ] == ["roll"]
 
 
 def test_sorted_by_gain_and_ready_for_json():

@@ -259,6 +259,19 @@ def test_a_day_does_not_grow_memory():
     assert grown < 400_000  # the alerts that are kept, made anew
 
 
+@pytest.mark.slow  # seconds of the processor
+def test_watching_takes_a_hundredth_of_a_core(tmp_path: Path):
+    """Ten readings a second of this machine's own sensors, with the default rules and lines of JSON."""
+    monitor = TpuRealTimeMonitor(100, sinks=[JsonLinesSink(tmp_path / "readings.jsonl")])
+    for _ in range(20):  # the first ones import and start what is needed
+        monitor.update()
+    spent, began = time.thread_time(), time.perf_counter()
+    for _ in range(100):
+        monitor.update()
+        time.sleep(0.1)
+    assert time.thread_time() - spent <= 0.01 * (time.perf_counter() - began)
+
+
 def test_the_thread(caplog: pytest.LogCaptureFixture):
     seen: list[Reading] = []
     enough = threading.Event()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import gzip
 import json
 import shutil
 import time
@@ -358,6 +359,30 @@ def test_without_a_trace():
     assert profiler.get_metrics()["tflops"] is None
 
 
+@pytest.mark.slow  # times of a real program, by turns
+def test_a_region_without_a_trace_is_not_slower():
+    profiler = TpuPerformanceProfiler(
+        capture_flops=False, capture_communication=False, capture_kernel_details=False
+    )
+    step = jax.jit(lambda x: jnp.tanh(x @ x))
+    x = ones(256, 256) / 256
+
+    def work() -> float:
+        began = time.perf_counter()
+        for _ in range(60):
+            step(x).block_until_ready()
+        return time.perf_counter() - began
+
+    work()
+    within, without = [], []
+    for _ in range(15):
+        without.append(work())
+        with profiler.profile_context("region"):
+            within.append(work())
+    # The least of each: other processes only make a region longer.
+    assert min(within) <= 1.05 * min(without)
+
+
 def test_metrics_in_percent_and_as_shares():
     profiler = TpuPerformanceProfiler()
     square = jax.jit(lambda x: x @ x)
@@ -389,6 +414,34 @@ def test_kept_in_a_folder(tmp_path: Path):
     programs = trace.parent / "programs"
     (text,) = [path.read_text() for path in programs.iterdir() if "lambda" in path.name]
     assert sum(about.flops or 0 for about in known_program(text).operations.values()) == 2 * 64**3
+
+
+def test_perfetto_opens_what_is_kept(tmp_path: Path):
+    """It reads the trace-event format: events with a name, a beginning and a length, in microseconds."""
+    profiler = TpuPerformanceProfiler(trace_dir=tmp_path)
+    square = jax.jit(lambda x: x @ x)
+    square(ones(64, 64)).block_until_ready()
+    with profiler.profile_context("kept"):
+        jax.block_until_ready([square(ones(64, 64)) for _ in range(3)])
+    (path,) = tmp_path.glob("kept/plugins/profile/*/*.trace.json.gz")
+    with gzip.open(path) as stream:
+        events = json.load(stream)["traceEvents"]
+    (product,) = [one for one in profiler.profile().operations if one.flops]
+    seen = [one for one in events if one.get("args", {}).get("hlo_op") == product.name]
+    assert len(seen) == product.count == 3
+    assert all(one["ph"] == "X" and one["ts"] > 0 for one in seen)
+    assert sum(one["dur"] for one in seen) == pytest.approx(1e6 * product.seconds, rel=0.5, abs=100)
+
+
+def test_xprof_opens_what_is_kept(tmp_path: Path):
+    tools = pytest.importorskip("xprof.convert.raw_to_tool_data")
+    profiler = TpuPerformanceProfiler(trace_dir=tmp_path)
+    with profiler.profile_context("kept"):
+        jax.jit(lambda x: x @ x)(ones(64, 64)).block_until_ready()
+    (path,) = tmp_path.glob("kept/plugins/profile/*/*.xplane.pb")
+    for tool in ("overview_page", "hlo_stats", "trace_viewer@"):
+        data, _ = tools.xspace_to_tool_data([str(path)], tool, {})
+        assert data, tool
 
 
 def test_profiles_do_not_lie_within_one_another():

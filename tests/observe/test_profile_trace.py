@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.profiler import ProfileData
+from other_process import run_apart
 
 from capibara.observe.profile import ProfileError, TpuPerformanceProfiler
 from capibara.observe.profile import capture as capture_module
@@ -312,3 +313,61 @@ def test_operations_end_where_their_marks_stand(some: list[tuple[int, int, int, 
         }
         expected[op] = len(points)
     assert united == expected
+
+
+TEN_MILLIONS = """
+import json, sys, tempfile, threading, time
+from pathlib import Path
+import jax, jax.numpy as jnp
+from capibara.observe.profile import TpuPerformanceProfiler
+from capibara.observe.profile.trace import find_trace, read_trace
+
+def held():  # without the file's pages, which the system may take back
+    (line,) = [one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("RssAnon")]
+    return int(line.split()[1]) * 1024
+
+with tempfile.TemporaryDirectory() as folder:
+    step = jax.jit(lambda x: jax.lax.fori_loop(0, 20_000, lambda i, h: jnp.sort(jnp.tanh(h @ h) + i), x))
+    step(jnp.ones((4, 4))).block_until_ready()
+    profiler = TpuPerformanceProfiler(trace_dir=folder)
+    with profiler.profile_context("one"):
+        step(jnp.ones((4, 4))).block_until_ready()
+    profile = profiler.profile()
+    # Messages one after the other are one that has the items of all.
+    once, times = find_trace(folder).read_bytes(), -(-10_000_000 // profile.events)
+    big = Path(folder) / "big.xplane.pb"
+    with big.open("wb") as file:
+        for _ in range(times):
+            file.write(once)
+    kinds = {one.name: one.kind for one in profile.operations}
+
+    class Every(dict):
+        def get(self, key, default=None):
+            return kinds
+
+    most, ended = [0], threading.Event()
+
+    def watch():
+        while not ended.wait(0.01):
+            most[0] = max(most[0], held())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    spent = time.process_time()
+    trace = read_trace(big, Every(), profile.wall_seconds)
+    spent = time.process_time() - spent
+    ended.set()
+    thread.join()
+print("RESULT" + json.dumps([profile.events * times, trace.events, spent, most[0]]))
+"""
+
+
+@pytest.mark.slow  # a file of a gigabyte
+@pytest.mark.skipif(events_module._compiled() is None, reason="the native library is not built")
+def test_ten_million_events():
+    """In less than 30 s of the processor and 1.5 GB, with what JAX and the process itself take."""
+    expected, seen, seconds, memory = run_apart(TEN_MILLIONS)
+    print(f"{seen:,} operations in {seconds:.1f} s of the processor, {memory / 1e9:.2f} GB")
+    assert seen == expected >= 10_000_000
+    assert seconds < 30
+    assert memory < 1.5e9

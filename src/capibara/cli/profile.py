@@ -50,6 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="then run the program with and without each remedy that needs no change of its source: what did it save?",
     )
+    add(
+        "--only",
+        action="append",
+        metavar="KIND",
+        help="of --apply: try the remedies of this kind of bottleneck only, such as idle (may be given several times)",
+    )
     add("--repeats", type=int, default=3, metavar="N", help="runs on each side for --apply (3)")
     add("--json", action="store_true", help="print the figures as JSON")
 
@@ -66,6 +72,13 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("COMMAND: got none, expected 'capibara profile -- python script.py', show or diff")
     if args.repeats < 1:
         raise ConfigError(f"--repeats: got {args.repeats}, expected at least 1")
+    from capibara.observe.bottlenecks.finding import KINDS
+
+    for kind in args.only or ():
+        if kind not in KINDS:
+            raise ConfigError(f"--only: got {kind!r}, expected one of {', '.join(KINDS)}")
+    if args.only and not args.apply:
+        raise ConfigError("--only: says which remedies --apply tries: add --apply")
     if args.apply and what[0] in ("show", "diff"):
         raise ConfigError(
             f"--apply: runs a program, which {what[0]} does not: capibara profile --apply -- python …"
@@ -142,13 +155,22 @@ def _ran(command: list[str], source: int | None, output: Any) -> int:
 def _tried(
     command: list[str], profile: Profile, args: argparse.Namespace, again: RepeatedInput
 ) -> list[Tried]:
+    from capibara.observe.bottlenecks.finding import KINDS
     from capibara.observe.bottlenecks.remedies import try_remedies
 
     def progress(words: str) -> None:
         print(f"trying {words} ({args.repeats} times, and as often without) …", file=sys.stderr, flush=True)
 
     script = None if command[1] == "-m" else Path(command[1])
-    return try_remedies(command, script, profile, repeats=args.repeats, progress=progress, stdin=again.next)
+    return try_remedies(
+        command,
+        script,
+        profile,
+        repeats=args.repeats,
+        only=args.only or KINDS,
+        progress=progress,
+        stdin=again.next,
+    )
 
 
 def _python(command: list[str]) -> tuple[str, list[str]]:

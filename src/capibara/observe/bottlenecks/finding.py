@@ -6,7 +6,21 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["Bottleneck"]
+__all__ = ["KINDS", "Bottleneck"]
+
+KINDS = (
+    "recompilation",
+    "idle",
+    "dispatch",
+    "unfused",
+    "small_products",
+    "padded",
+    "float64",
+    "float32",
+    "communication",
+    "callback",
+    "copies",
+)
 
 
 @dataclass(frozen=True)
@@ -14,8 +28,7 @@ class Bottleneck:
     """Something that slows a program down.
 
     Attributes:
-      kind: ``"recompilation"``, ``"idle"``, ``"dispatch"``, ``"unfused"``, ``"small_products"``, ``"padded"``,
-        ``"float64"``, ``"float32"``, ``"communication"``, ``"callback"`` or ``"copies"``.
+      kind: one of :data:`KINDS`.
       description: what was found, with figures.
       suggestion: what to do.
       evidence: the figures.

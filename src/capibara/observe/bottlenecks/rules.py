@@ -169,7 +169,12 @@ def idle(profile: Profile) -> Bottleneck | None:
         f"devices were idle for {_percent(part)} of the time: the host did not give them work",
         "Prepare batches in another thread or process while a step runs (capibara.data, grain), read results one step "
         "later, and keep NumPy, files and printing out of the loop",
-        {"idle_share": profile.idle_share, "runs": _runs(profile)},
+        {
+            "idle_share": profile.idle_share,
+            "runs": _runs(profile),
+            # What is saved where the host works as long as the devices do, and not less.
+            "beside_the_devices": min(part, (profile.busy_seconds or 0.0) / profile.wall_seconds),
+        },
         part,
     )
 
@@ -278,7 +283,7 @@ def small_products(profile: Profile) -> Bottleneck | None:
         ):
             groups.setdefault((one.program, one.count), []).append(one)
     slow: list[Operation] = []
-    saved = 0.0
+    saved = beside = 0.0
     waiting = {(one.program, one.count) for one in _callbacks(profile)}
     for (program, count), products in groups.items():
         if (program, count) in waiting:
@@ -303,6 +308,7 @@ def small_products(profile: Profile) -> Bottleneck | None:
         if spent > 3 * good:
             slow += products
             saved += spent - good
+            beside += others
     device_time = profile.devices * profile.wall_seconds
     saved *= _alone(profile)
     part = _spent(profile, slow)
@@ -316,7 +322,12 @@ def small_products(profile: Profile) -> Bottleneck | None:
         f"took {_percent(part)} of the time, at {_percent(worst.flops / worst.seconds / peak)} of what the device "
         f"reaches{_from(worst)}",
         "Make fewer and larger ones: batch with jax.vmap, larger batches, heads or experts together",
-        {"operations": [one.name for one in slow][:10], "part": part},
+        {
+            "operations": [one.name for one in slow][:10],
+            "part": part,
+            # Of what runs once for each, such as a loop's counter and slices.
+            "beside": beside * _alone(profile) / device_time,
+        },
         saved / device_time,
     )
 

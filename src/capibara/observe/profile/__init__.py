@@ -10,7 +10,7 @@ from capibara.observe.profile.arguments import Argument, Recompiled
 from capibara.observe.profile.diff import Change, ProfileDiff, diff_profiles
 from capibara.observe.profile.planned import AgainstPlan, PlannedStep, compare_with_plan, read_planned_step
 from capibara.observe.profile.profiler import TpuPerformanceProfiler, TpuProfiler
-from capibara.observe.profile.result import Operation, Profile, ProgramRuns
+from capibara.observe.profile.result import Operation, Profile, ProgramRuns, TracedPart
 from capibara.observe.profile.timeline import Timeline, Track
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "Timeline",
     "TpuPerformanceProfiler",
     "TpuProfiler",
+    "TracedPart",
     "Track",
     "compare_with_plan",
     "diff_profiles",

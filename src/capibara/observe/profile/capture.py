@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -23,15 +23,16 @@ from capibara.errors import CapibaraError
 from capibara.files import read_bounded, replace_file
 from capibara.hardware import Chip, detect_chip
 from capibara.hardware.telemetry import device_memory, host_memory, live_array_bytes
-from capibara.jax_versions import stop_profile
 from capibara.measure import copy_bandwidth, machine_description, matmul_rate
 from capibara.observe.errors import ProfileError
+from capibara.observe.profile.joined import RegionClock
 from capibara.observe.profile.operations import KnownPrograms, count_operations
+from capibara.observe.profile.parts import OwnTrace, Part, Parts, PeakMemory
 from capibara.observe.profile.programs import Held, HeldPrograms
 from capibara.observe.profile.result import Operation, Profile, ProgramRuns
 from capibara.observe.profile.settling import Settled, settle
 from capibara.observe.profile.timeline import Timeline, host_track
-from capibara.observe.profile.trace import Trace, covered, find_trace, mark_region
+from capibara.observe.profile.trace import Trace, covered
 
 __all__ = ["GPU_EVENT_SECONDS", "Capture", "Captured", "capture", "prepare_folder"]
 
@@ -63,19 +64,23 @@ class Capture:
 
 
 class Captured:
-    """Filled with the profile when the region of :func:`capture` ends."""
+    """Filled with the profile when the region of :func:`capture` ends; until then, its traces (None without any)."""
 
     profile: Profile | None = None
+    parts: Parts | None = None
 
 
 @contextlib.contextmanager
-def capture(name: str, what: Capture, folder: Path | None = None) -> Iterator[Captured]:
+def capture(
+    name: str, what: Capture, folder: Path | None = None, *, within: OwnTrace | None = None
+) -> Iterator[Captured]:
     """Profile the body of a ``with`` block.
 
     Args:
       name: of the region.
       what: to capture.
       folder: where to keep the trace, the programs and ``profile.json``; nothing is kept if None.
+      within: a trace that the program itself takes now, which is read in place of one of ours.
 
     Raises:
       ProfileError: another trace is being taken; or the tracer dropped operations.
@@ -92,35 +97,42 @@ def capture(name: str, what: Capture, folder: Path | None = None) -> Iterator[Ca
         restless: set[int] = set()
         with contextlib.suppress(RuntimeError):
             settle(restless)
-        memory = _MemoryWatch() if what.memory else None
         held = stack.enter_context(HeldPrograms()) if what.traces else None
-        if what.traces:
-            _start(Path(str(place)))
+        memory = None
+        parts = None
+        if not what.traces or place is None:
+            memory = _MemoryWatch() if what.memory else None
+        else:
+            watch = (lambda: _MemoryWatch().end) if what.memory else None
+            parts = captured.parts = Parts(place, restless, watch)
+            if within is None:
+                parts.begin()
+            else:
+                parts.own_begins(within)
         failed = True
         began = time.perf_counter()
+        settled = Settled(began, began)
         try:
             with count_compilations() as counts, _Tracing() as tracing:
                 yield captured
             settled = settle(restless)
-            peak = None if memory is None else memory.end()
+            if parts is not None:
+                parts.note_memory()
+            peak = memory.end() if memory is not None else parts and parts.peak_memory()
             loaded = {} if held is None else held.by_number()
-            cost = _event_cost() if what.traces else 0.0
             failed = False
         finally:
             # In a process that was forked meanwhile the tracer and XLA's threads are not there: it is the parent's.
-            if what.traces and os.getpid() == process:
-                _stop(quiet=failed)
+            if parts is not None and os.getpid() == process:
+                parts.end(settled, quiet=failed)
         if os.getpid() != process:
             stack.pop_all()
             return
-        profile, texts = _result(name, what, began, settled, counts, peak, place, loaded, cost)
-        captured.profile = replace(
-            profile,
-            tracing_seconds=tracing.seconds(),
-            timeline=_with_host(profile.timeline, tracing.spans(began), profile.wall_seconds),
-        )
+        pieces = parts.parts if parts is not None else [Part(began, settled.held, settled.quiet, None)]
+        cost = 0.0 if parts is None else parts.event_cost
+        captured.profile, texts = _result(name, what, pieces, counts, tracing, peak, loaded, cost)
         if folder is not None:
-            _keep(folder, captured.profile, texts if what.traces else {})
+            _keep(folder, captured.profile, texts, pieces)
 
 
 def prepare_folder(folder: Path) -> None:
@@ -143,47 +155,6 @@ def prepare_folder(folder: Path) -> None:
             f"folder: got {str(folder)!r}, expected one that can be written to, without a profile.json of something "
             f"else ({error}): choose another one"
         ) from error
-
-
-def _start(folder: Path) -> None:
-    import jax
-
-    options = jax.profiler.ProfileOptions()
-    # Python's tracer records every call of a function, which slows a program several times.
-    options.python_tracer_level = 0
-    # XLA on CPUs tells its operations at this level; beside a GPU each one would slow the host that starts the kernels.
-    options.host_tracer_level = 1 if jax.local_devices()[0].platform == "gpu" else 2
-    try:
-        jax.profiler.start_trace(str(folder), profiler_options=options)
-    except RuntimeError as error:
-        raise ProfileError(
-            f"a trace is being taken already ({error}): end it first; profiles do not lie within one another"
-        ) from error
-    mark_region()
-
-
-def _stop(*, quiet: bool) -> None:
-    """End the trace; ``quiet`` after a failure of the region, which is what the user is told."""
-    try:
-        stop_profile()
-    except RuntimeError as error:
-        if not quiet:
-            raise ProfileError(
-                f"the trace could not be written ({error}): is there room on the disk? End no trace of jax.profiler "
-                "within the region"
-            ) from error
-
-
-def _event_cost() -> float:
-    """Seconds that the tracer takes for one operation, measured while it is on."""
-    import jax
-
-    count = 200
-    start = time.perf_counter()
-    for _ in range(count):
-        with jax.profiler.TraceAnnotation("capibara"):
-            pass
-    return (time.perf_counter() - start) / count
 
 
 class _Tracing:
@@ -217,17 +188,19 @@ class _Tracing:
             start = max(self._began, now - int(duration_secs * 1e9))  # it may have begun before the region
             self._spans.append((event, start, now - start))
 
-    def spans(self, began: float) -> list[tuple[str, int, int]]:
-        """Kind, start after ``began`` (``perf_counter``) and length, in nanoseconds."""
-        start = round(began * 1e9)
-        return [
-            ("compiling" if event == COMPILED else "tracing", at - start, length)
-            for event, at, length in self._spans
-        ]
+    def spans(self, clock: RegionClock) -> list[tuple[str, int, int]]:
+        """Kind, start after the region's begin and length, in nanoseconds of the region's time."""
+        found = []
+        for event, at, length in self._spans:
+            start, end = (round(clock.at(time / 1e9) * 1e9) for time in (at, at + length))
+            if end > start:
+                found.append(("compiling" if event == COMPILED else "tracing", start, end - start))
+        return found
 
-    def seconds(self) -> float:
-        compiled = [span for span in self._spans if span[0] == COMPILED]
-        return (_covered(self._spans) - _covered(compiled)) / 1e9
+
+def _tracing_seconds(spans: list[tuple[str, int, int]]) -> float:
+    compiled = [span for span in spans if span[0] == "compiling"]
+    return (_covered(spans) - _covered(compiled)) / 1e9
 
 
 def _with_host(timeline: Timeline | None, spans: list[tuple[str, int, int]], wall: float) -> Timeline | None:
@@ -260,13 +233,15 @@ class _MemoryWatch:
                 self.reason = f"the kernel does not reset this process's high-water mark: {error}"
             self.resident = host_memory().in_use
 
-    def end(self) -> tuple[int | None, str, int]:
-        """Bytes, or None and the reason; and, on a CPU, bytes of arrays that were there all the time."""
+    def end(self) -> PeakMemory:
+        """The most memory that was in use since."""
         if not self.reports:
             peak, live = host_memory().peak, live_array_bytes()
             if self.reason or peak is None or self.resident is None:
-                return None, self.reason or "the operating system does not report this process's memory", 0
-            return max(self.live + peak - self.resident, live, self.live), "", min(self.live, live)
+                why = self.reason or "the operating system does not report this process's memory"
+                return PeakMemory(None, why, 0)
+            most = max(self.live + peak - self.resident, live, self.live)
+            return PeakMemory(most, "", min(self.live, live))
         # Allocators keep the highest mark since the process began: it is the region's if it rose in it.
         grown = [
             after.peak
@@ -274,12 +249,12 @@ class _MemoryWatch:
             if after.peak is not None and before.peak is not None and after.peak > before.peak
         ]
         if grown:
-            return max(grown), "", 0
+            return PeakMemory(max(grown), "", 0)
         reason = (
             "the device's memory peaked before the region, and its allocator keeps only the highest mark: "
             "profile it in a fresh process"
         )
-        return None, reason, 0
+        return PeakMemory(None, reason, 0)
 
 
 def _give_back() -> None:
@@ -291,19 +266,19 @@ def _give_back() -> None:
 def _result(
     name: str,
     what: Capture,
-    began: float,
-    settled: Settled,
+    parts: Sequence[Part],
     counts: CompilationCounts,
-    memory: tuple[int | None, str, int] | None,
-    folder: Path | None,
+    compiling: _Tracing,
+    memory: PeakMemory | None,
     loaded: Mapping[int, list[Held]],
     cost: float,
 ) -> tuple[Profile, dict[int, str]]:
-    """The profile, and the texts of the programs that ran, by number."""
+    """The profile of parts of a region, and the texts of the programs that ran, by number."""
     import jax
 
     reasons: dict[str, str] = {}
-    wall = settled.quiet - began
+    wall = sum(one.quiet - one.began for one in parts)
+    clock = RegionClock([(one.began, one.quiet - one.began) for one in parts])
     peak, held = None, 0
     if memory is None:
         reasons["peak_memory_bytes"] = "capture_memory=False"
@@ -311,15 +286,12 @@ def _result(
         peak, why, held = memory
         if why:
             reasons["peak_memory_bytes"] = why
-    trace, texts = Trace(), {}
+    trace, texts, traces = Trace(), {}, ()
     programs: tuple[ProgramRuns, ...] = ()
     operations: tuple[Operation, ...] = ()
     if what.traces:
-        path = find_trace(str(folder))
-        known = KnownPrograms(loaded, path, reasons)
-        trace, programs, operations = count_operations(
-            path, known, began, wall, settled.held - began, reasons
-        )
+        known = KnownPrograms(loaded, [one.path for one in parts if one.path is not None], reasons)
+        trace, programs, operations, traces, clock = count_operations(parts, known, reasons)
         wall = wall if trace.wall_seconds is None else trace.wall_seconds
         texts = known.texts
     if peak is not None and held:
@@ -347,6 +319,17 @@ def _result(
     chip = detect_chip(device)
     largest = max(operations, key=lambda one: one.flops, default=None)
     dtype = largest.dtype if largest and largest.flops else ""
+    spans = compiling.spans(clock)
+    compiled, compile_seconds = counts.programs, counts.seconds
+    if len(parts) > 1:
+        inside = [length for kind, _, length in spans if kind == "compiling"]
+        compiled, compile_seconds = len(inside), sum(inside) / 1e9
+    own = [one for one in traces if one.folder is not None]
+    if own and not all(one.left_out for one in own) and what.traces:
+        reasons["perturbation"] = (
+            "of recording operations; what else the program's own traces record, such as calls of Python functions, "
+            "takes more time"
+        )
     counted = what.flops and ran
     rates = (
         _rates(device.platform, chip, dtype or "f32", max(1, trace.devices), reasons)
@@ -366,8 +349,8 @@ def _result(
         peak_memory_bytes=peak,
         peak_flops=rates[0],
         peak_bandwidth=rates[1],
-        compiled=counts.programs,
-        compile_seconds=counts.seconds,
+        compiled=compiled,
+        compile_seconds=compile_seconds,
         events=trace.events,
         perturbation=_perturbation(device.platform, trace, cost, wall, reasons) if what.traces else None,
         programs=programs,
@@ -375,7 +358,9 @@ def _result(
         reasons=reasons,
         versions=machine_description(devices=False)["versions"],
         within_seconds=None if trace.within_ns is None else trace.within_ns / 1e9,
-        timeline=trace.timeline,
+        tracing_seconds=_tracing_seconds(spans),
+        timeline=_with_host(trace.timeline, spans, wall),
+        traces=traces if own else (),
         lines=_texts_of_lines(
             {source for one in operations for source, _ in (*one.parts, (one.source, 1))}
             if what.kernels
@@ -439,12 +424,13 @@ def _measured(dtype: str) -> tuple[float, float]:
     return matmul_rate(kind), copy_bandwidth()
 
 
-def _keep(folder: Path, profile: Profile, texts: Mapping[int, str]) -> None:
+def _keep(folder: Path, profile: Profile, texts: Mapping[int, str], parts: Sequence[Part]) -> None:
     replace_file(folder / "profile.json", profile.to_json().encode())
-    if not texts:
+    paths = [one.path for one in parts if one.path is not None]
+    if not texts or not paths:
         return
-    # Beside the trace, in the folder that is named after its time.
-    kept = find_trace(folder).parent / "programs"
+    # Beside the first trace, in the folder that is named after its time.
+    kept = paths[0].parent / "programs"
     kept.mkdir(exist_ok=True)
     for number, text in texts.items():
         name = text.split(",", 1)[0].removeprefix("HloModule ").strip()

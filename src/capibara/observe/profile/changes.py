@@ -1,7 +1,8 @@
 """Changes under which a script is run, unchanged itself, to measure what they save.
 
-They stand for what its author would write: no float64, no callbacks, functions that are jitted once, functions under
-``jax.jit``, arguments that are donated. Each is installed before the script begins.
+They stand for what its author would write: no float64, no callbacks, functions that are jitted once, functions and
+loops under ``jax.jit``, arguments that are donated, turns of a loop together, no waiting for results, items prepared in
+another thread. Each is installed before the script begins.
 """
 
 from __future__ import annotations
@@ -19,10 +20,37 @@ from typing import Any
 
 from capibara.errors import ConfigError
 from capibara.files import read_bounded
+from capibara.observe.profile import turns
+from capibara.observe.profile.rolled import LOOP_NAME, Rolled, compile_rolled
+from capibara.observe.profile.waits import AHEAD_NAME, Ahead, Reads, compile_ahead, no_wait
 
-__all__ = ["KINDS", "Change", "Jitted", "compile_with_jit", "install", "jitted_functions", "wrap"]
+__all__ = [
+    "KINDS",
+    "OF_SOURCE",
+    "Change",
+    "Jitted",
+    "changed_script",
+    "compile_with_jit",
+    "install",
+    "jitted_functions",
+    "rolled_loops",
+    "wrap",
+]
 
-KINDS = ("x64_off", "no_debug_callbacks", "jit_once", "jit", "donate")
+KINDS = (
+    "x64_off",
+    "no_debug_callbacks",
+    "jit_once",
+    "jit",
+    "donate",
+    "batch",
+    "unroll",
+    "no_wait",
+    "ahead",
+    "roll",
+)
+# Those for which the script is read and compiled with calls of ours in it.
+OF_SOURCE = ("jit", "ahead", "roll")
 _MOST_SOURCE = 16 * 2**20
 # Calls that change something outside, or show something.
 _EFFECTS = {"print", "open", "input", "append", "extend", "write", "update", "add", "setdefault", "pop"}
@@ -77,6 +105,25 @@ def jitted_functions(lines: Iterable[str]) -> tuple[Jitted, ...]:
     return tuple(how for how in found.values() if how is not None)
 
 
+def rolled_loops(lines: Iterable[str]) -> tuple[int, ...]:
+    """What ``"roll"`` has told of the loops of a script, each line one of its texts: those that always worked.
+
+    Raises:
+      ConfigError: it is something else.
+    """
+    found: dict[int, bool] = {}
+    for text in lines:
+        try:
+            data = json.loads(text)
+            line, works = int(data["loop"]), bool(data["works"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise ConfigError(
+                f"loops as programs: got {text!r:.100}, which the change did not write"
+            ) from error
+        found[line] = found.get(line, True) and works
+    return tuple(line for line, works in found.items() if works)
+
+
 @dataclass(frozen=True)
 class Change:
     """A change.
@@ -85,15 +132,21 @@ class Change:
       kind: one of :data:`KINDS`: ``"x64_off"`` keeps ``jax_enable_x64`` off, whatever the script asks for;
         ``"no_debug_callbacks"`` leaves out ``jax.debug.print`` and ``jax.debug.callback``; ``"jit_once"`` gives one
         jitted function for one function of the source with the same closure; ``"jit"`` puts functions under
-        ``jax.jit``; ``"donate"`` lets the results of jitted functions take the place of their arguments.
+        ``jax.jit``; ``"donate"`` lets the results of jitted functions take the place of their arguments; ``"batch"``
+        and ``"unroll"`` compute several turns of compiled loops at once (:mod:`~capibara.observe.profile.turns`);
+        ``"no_wait"`` and ``"ahead"`` let the host work while the devices do
+        (:mod:`~capibara.observe.profile.waits`); ``"roll"`` makes programs of loops in Python
+        (:mod:`~capibara.observe.profile.rolled`).
       lines: of the script; the functions that contain them are those for ``"jit"``.
       jitted: functions of ``"jit"``, as :class:`Jitted` says of each what is known to work. With them no call is made
         to find that out.
+      loops: lines of loops of ``"roll"`` that are known to work; likewise.
     """
 
     kind: str
     lines: tuple[int, ...] = ()
     jitted: tuple[Jitted, ...] | None = None
+    loops: tuple[int, ...] | None = None
 
     def to_json(self) -> str:
         """Text that :meth:`from_json` reads."""
@@ -110,7 +163,9 @@ class Change:
             data = json.loads(text)
             known = data["jitted"]
             jitted = None if known is None else tuple(map(Jitted.from_data, known))
-            made = cls(data["kind"], tuple(map(int, data["lines"])), jitted)
+            loops = data.get("loops")
+            loops = None if loops is None else tuple(map(int, loops))
+            made = cls(data["kind"], tuple(map(int, data["lines"])), jitted, loops)
         except (ValueError, LookupError, TypeError) as error:
             raise ConfigError(f"change: got {text!r:.100}, which Change.to_json() did not write") from error
         if made.kind not in KINDS:
@@ -118,8 +173,21 @@ class Change:
         return made
 
 
-def install(change: Change) -> None:
-    """Put a change into this process's JAX. ``"jit"`` is put into the script by :func:`compile_with_jit`."""
+def install(
+    change: Change,
+    note: Callable[[str], None] = lambda _: None,
+    used: Callable[[str], None] = lambda _: None,
+    place: Callable[[], str] = lambda: "",
+) -> Reads | None:
+    """Put a change into this process's JAX. Those :data:`OF_SOURCE` are put into the script: :func:`changed_script`.
+
+    Args:
+      note: called with what is left as it is, in words. used: with what is changed.
+      place: the line of the script that is being run, in words; empty where there is none.
+
+    Returns:
+      What counts the results that the script reads, for ``"no_wait"``.
+    """
     if change.kind == "x64_off":
         _x64_off()
     elif change.kind == "no_debug_callbacks":
@@ -128,6 +196,13 @@ def install(change: Change) -> None:
         _jit_once()
     elif change.kind == "donate":
         _donate()
+    elif change.kind == "batch":
+        turns.batch(note, used, place)
+    elif change.kind == "unroll":
+        turns.unroll(note, used, place)
+    elif change.kind == "no_wait":
+        return no_wait(used, place)
+    return None
 
 
 def _x64_off() -> None:
@@ -278,7 +353,39 @@ def _identity(value: Any) -> Any:
     return (type(value), value) if isinstance(value, int | float | str | bytes | None) else id(value)
 
 
-# --- jax.jit around functions of the script
+# --- changes of the script's source
+
+
+def changed_script(
+    path: Path,
+    change: Change,
+    note: Callable[[str], None],
+    used: Callable[[str], None],
+    found: Callable[[str], None],
+) -> tuple[types.CodeType, dict[str, Any]]:
+    """The code of a script with a change :data:`OF_SOURCE`, and the names that it needs.
+
+    Args:
+      path: the script. change: which.
+      note: called with what is left as it is, in words. used: with what is changed.
+      found: called with what works, in texts that :func:`jitted_functions` and :func:`rolled_loops` read.
+
+    Raises:
+      OSError: it cannot be read. SyntaxError: it is not Python.
+    """
+    if change.kind == "jit":
+        return compile_with_jit(path, change.lines, note), wrap(note, change.jitted, found)
+    tree = ast.parse(read_bounded(path, _MOST_SOURCE), str(path))
+    if change.kind == "ahead":
+        compile_ahead(tree)
+        return compile(tree, str(path), "exec", dont_inherit=True), {AHEAD_NAME: Ahead(used)}
+
+    def told(line: int, works: bool) -> None:
+        found(json.dumps({"loop": line, "works": works}))
+
+    compile_rolled(tree, _effects_of_block, note)
+    loops = Rolled(note, used, change.loops, _same, told)
+    return compile(tree, str(path), "exec", dont_inherit=True), {LOOP_NAME: loops}
 
 
 def compile_with_jit(path: Path, lines: Sequence[int], note: Callable[[str], None]) -> types.CodeType:
@@ -324,24 +431,34 @@ def _effects(function: ast.FunctionDef) -> str:
     made = {
         one.id for one in ast.walk(function) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
     }
-    for one in ast.walk(function):
+    return _effects_beside(function, made - own)
+
+
+def _effects_of_block(block: ast.AST) -> str:
+    """Why statements may do more than assign names, or nothing."""
+    return _effects_beside(block, set())
+
+
+def _effects_beside(node: ast.AST, local: set[str]) -> str:
+    """Why code may do more than compute; what names hold that are only ``local`` it may change."""
+    for one in ast.walk(node):
         if isinstance(one, ast.Global | ast.Nonlocal):
             return f"changes {', '.join(one.names)}"
         if isinstance(one, ast.Yield | ast.YieldFrom | ast.Await):
             return "is a generator"
         if isinstance(one, ast.Attribute | ast.Subscript) and isinstance(one.ctx, ast.Store | ast.Del):
             base = one.value
-            if not (isinstance(base, ast.Name) and base.id in made - own):
+            if not (isinstance(base, ast.Name) and base.id in local):
                 return f"assigns to {ast.unparse(one)}"
         if isinstance(one, ast.Call):
             called = one.func
             name = getattr(called, "id", getattr(called, "attr", ""))
-            local = (
+            its_own = (
                 isinstance(called, ast.Attribute)
                 and isinstance(called.value, ast.Name)
-                and called.value.id in made - own
+                and called.value.id in local
             )
-            if name in _EFFECTS and not local and not _is_update(called):
+            if name in _EFFECTS and not its_own and not _is_update(called):
                 return f"calls {name}()"
     return ""
 

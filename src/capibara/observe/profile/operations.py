@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from capibara.errors import CapibaraError
 from capibara.observe.errors import ProfileError
 from capibara.observe.profile.arguments import FROM_CALL, FROM_PROGRAM, MOST_ARGUMENTS, program_arguments
+from capibara.observe.profile.joined import RegionClock, join_traces
 from capibara.observe.profile.modules import module_digest, module_name, traced_modules
+from capibara.observe.profile.parts import Part
 from capibara.observe.profile.programs import Held, KnownProgram, known_program
-from capibara.observe.profile.result import Operation, ProgramRuns
+from capibara.observe.profile.result import Operation, ProgramRuns, TracedPart
 from capibara.observe.profile.trace import Trace, read_trace
 
-__all__ = ["KnownPrograms", "count_operations"]
+__all__ = ["Counted", "KnownPrograms", "count_operations"]
 
 # A run of a program must have at least this share of the operations that its text lists, or the tracer dropped some.
 _COMPLETE = 0.98
@@ -26,7 +28,9 @@ class KnownPrograms(Mapping[int, Mapping[str, str]]):
     A process may hold hundreds of programs of which few ran.
     """
 
-    def __init__(self, loaded: Mapping[int, list[Held]], trace: Path, reasons: dict[str, str]) -> None:
+    def __init__(
+        self, loaded: Mapping[int, list[Held]], traces: Sequence[Path], reasons: dict[str, str]
+    ) -> None:
         import jax
 
         self._loaded, self._reasons = loaded, reasons
@@ -38,7 +42,7 @@ class KnownPrograms(Mapping[int, Mapping[str, str]]):
         # Loaded programs of others have numbers of their own: see capibara.observe.profile.modules.
         on_cpu = jax.local_devices()[0].platform == "cpu"
         self._numbers_are_traced = on_cpu and not _reads_programs()
-        self._traced = {} if on_cpu else traced_modules(trace)
+        self._traced = {} if on_cpu else dict(one for path in traces for one in traced_modules(path).items())
 
     def candidates(self, number: int) -> list[KnownProgram]:
         """The programs that may be meant by a number of the trace; all, if nothing is known of it."""
@@ -138,24 +142,53 @@ def _work(program: KnownProgram) -> tuple[tuple[str, int | None, int | None, int
     return tuple((name, one.trips, one.flops, one.bytes) for name, one in sorted(program.operations.items()))
 
 
-def count_operations(
-    path: Path, known: KnownPrograms, began: float, wall: float, least: float, reasons: dict[str, str]
-) -> tuple[Trace, tuple[ProgramRuns, ...], tuple[Operation, ...]]:
-    """What a trace says of a region that began at a time (``perf_counter``): itself, its programs and operations.
+class Counted(NamedTuple):
+    """What the traces of a region say: themselves together, programs and operations, the parts, and their time."""
+
+    trace: Trace
+    programs: tuple[ProgramRuns, ...]
+    operations: tuple[Operation, ...]
+    parts: tuple[TracedPart, ...]
+    clock: RegionClock
+
+
+def count_operations(parts: Sequence[Part], known: KnownPrograms, reasons: dict[str, str]) -> Counted:
+    """What the traces of a region say.
 
     Args:
-      path: the trace's file.
+      parts: of the region, in order. Those that the program traced itself are left out where that says too little.
       known: the programs that may have run.
-      began: of the region. wall: its seconds at most. least: at least (see :func:`read_trace`).
       reasons: why a figure is None or doubtful; more are added.
 
     Raises:
-      ProfileError: the trace is damaged, or operations are missing in it.
+      ProfileError: a trace is damaged, or operations are missing in it; or all parts are left out.
     """
-    trace = read_trace(path, known, wall, known.trips, least)
-    seen: dict[int, set[str]] = {number: set() for number in trace.runs}
-    for number, name in trace.counts:
-        seen[number].add(name)
+    traces: list[Trace] = []
+    read: list[TracedPart] = []
+    times: list[tuple[float, float]] = []
+    for part in parts:
+        trace, reason = None, part.reason
+        if part.path is not None and not reason:
+            try:
+                trace = _read(part, part.path, known, reasons)
+            except ProfileError as error:
+                if part.own is None:
+                    raise
+                reason = str(error)
+        seconds = part.quiet - part.began
+        if trace is not None:
+            seconds = seconds if trace.wall_seconds is None else trace.wall_seconds
+            traces.append(trace)
+            times.append((part.began, seconds))
+        folder = None if part.own is None else part.own.folder
+        read.append(TracedPart(part.began - parts[0].began, max(0.0, seconds), folder, reason))
+    if not traces:
+        raise ProfileError(
+            f"nothing could be profiled: {'; '.join(dict.fromkeys(one.left_out for one in read))}"
+        )
+    trace = join_traces(traces)
+    clock = RegionClock(times)
+    seen = _seen(trace)
     for number in trace.unclear:
         reasons.setdefault(
             f"program {number}",
@@ -173,8 +206,6 @@ def count_operations(
                 "it was not among the loaded programs: its operations are not known",
             )
             continue
-        if f"program {number}" not in reasons:
-            _complete(program, number, runs, trace)
         mine = []
         for name, about in program.operations.items():
             count, spent = trace.counts.get((number, name), (0, 0.0))
@@ -230,7 +261,7 @@ def count_operations(
                 bytes=sum(one.bytes for one in mine),
                 temporary_bytes=program.temporary_bytes,
                 function=call.function if call else "",
-                compiled_at=max(0.0, call.began - began) if call else None,
+                compiled_at=clock.at(call.began) if call else None,
                 compile_seconds=call.seconds if call else None,
                 arguments_from=source,
                 arguments=arguments,
@@ -239,7 +270,27 @@ def count_operations(
     if silent:
         reasons["flops"] = f"at least: {', '.join(list(silent)[:5])} do not say what they compute"
     by_time = sorted(operations, key=lambda one: -one.seconds)
-    return trace, tuple(sorted(programs, key=lambda one: -one.seconds)), tuple(by_time)
+    by_work = tuple(sorted(programs, key=lambda one: -one.seconds))
+    return Counted(trace, by_work, tuple(by_time), tuple(read), clock)
+
+
+def _read(part: Part, path: Path, known: KnownPrograms, reasons: dict[str, str]) -> Trace:
+    """One trace, if it is complete."""
+    trace = read_trace(path, known, part.quiet - part.began, known.trips, part.held - part.began)
+    seen = _seen(trace)
+    for number, runs in trace.runs.items():
+        program = known.ran(number, seen[number])
+        if program is not None and number not in trace.unclear and f"program {number}" not in reasons:
+            _complete(program, number, runs, trace)
+    return trace
+
+
+def _seen(trace: Trace) -> dict[int, set[str]]:
+    """The operations that ran of each program."""
+    seen: dict[int, set[str]] = {number: set() for number in trace.runs}
+    for number, name in trace.counts:
+        seen[number].add(name)
+    return seen
 
 
 def _complete(program: KnownProgram, number: int, runs: int, trace: Trace) -> None:

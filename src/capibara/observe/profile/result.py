@@ -20,7 +20,7 @@ from capibara.observe.profile.arguments import (
 )
 from capibara.observe.profile.timeline import Timeline
 
-__all__ = ["KINDS", "Operation", "Profile", "ProgramRuns", "seconds_text"]
+__all__ = ["KINDS", "Operation", "Profile", "ProgramRuns", "TracedPart", "seconds_text"]
 
 # Of operations.
 KINDS = ("compute", "kernel", "copy", "collective")
@@ -28,6 +28,7 @@ KINDS = ("compute", "kernel", "copy", "collective")
 _FORMAT = 1
 _MOST_PARTS = 64
 _MOST_BYTES = 512 * 2**20
+_MOST_TRACES = 10_000
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,23 @@ class ProgramRuns:
 
 
 @dataclass(frozen=True)
+class TracedPart:
+    """A part of a region with a trace of its own.
+
+    Attributes:
+      began: seconds after the region's beginning, by the host's clock.
+      seconds: of it.
+      folder: where the program put the trace, if it took it itself; None of the profiler's.
+      left_out: why it is no part of the profile; empty if it is.
+    """
+
+    began: float
+    seconds: float
+    folder: str | None = None
+    left_out: str = ""
+
+
+@dataclass(frozen=True)
 class Profile:
     """One profiled region of a program.
 
@@ -138,6 +156,8 @@ class Profile:
         what starting them takes. None on other platforms.
       timeline: what devices and host did when; None without a trace, and in profiles of earlier versions.
       lines: text of the source lines of operations (``"model.py:31"``), where the files could be read.
+      traces: the parts of which the region consists, if the program took traces of its own in it. What lies between
+        them, in which traces were written, and parts that are left out are not in any other figure.
     """
 
     name: str
@@ -164,6 +184,7 @@ class Profile:
     within_seconds: float | None = None
     timeline: Timeline | None = None
     lines: Mapping[str, str] = field(default_factory=dict)
+    traces: tuple[TracedPart, ...] = ()
 
     @property
     def tflops(self) -> float | None:
@@ -258,6 +279,7 @@ class Profile:
             "kernels": [asdict(operation) for operation in self.operations],
             "programs": [_without_arguments(program) for program in self.programs],
             "recompilations": [asdict(one) for one in self.recompilations()],
+            "traces": [asdict(one) for one in self.traces],
             "reasons": dict(self.reasons),
         }
 
@@ -279,6 +301,7 @@ class Profile:
             "versions": dict(self.versions),
             "lines": dict(self.lines),
             "timeline": None if self.timeline is None else self.timeline.to_data(),
+            "traces": [asdict(one) for one in self.traces],
         }
         return json.dumps(data, indent=1, allow_nan=False)
 
@@ -303,6 +326,10 @@ class Profile:
             )
             data["timeline"] = Timeline.from_data(data.get("timeline"))
             data["operations"] = tuple(_checked(Operation, one) for one in data["operations"])
+            traces = data.get("traces", [])
+            if len(traces) > _MOST_TRACES:
+                raise ValueError(f"traces: got {len(traces):,}, expected at most {_MOST_TRACES:,}")
+            data["traces"] = tuple(_checked(TracedPart, one) for one in traces)
             return _checked(cls, data)
         except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
             if isinstance(error, ProfileError):
@@ -325,6 +352,7 @@ class Profile:
             lines.append(
                 f"  the profile    {self.events:,} operations; about {_percent(self.perturbation)} of the time"
             )
+        lines += self._traces()
         whole = sum(one.seconds for one in self.operations)
         if whole:
             lines.append("  share   time       runs     FLOP/s      operation")
@@ -336,6 +364,31 @@ class Profile:
                 f"{one.program} {one.name}" + (f"  {where}" if where else "")
             )
         return "\n".join(lines)
+
+    def _traces(self) -> list[str]:
+        """What the program traced itself, and what is missing for it."""
+        own = [one for one in self.traces if one.folder is not None]
+        if not own:
+            return []
+        kept = [one for one in own if not one.left_out]
+        lines = []
+        if kept:
+            folders = ", ".join(dict.fromkeys(str(one.folder) for one in kept))
+            spent = seconds_text(sum(one.seconds for one in kept))
+            lines.append(f"  own traces     {len(kept)} that the program took ({spent}) were read: {folders}")
+        lines += [
+            f"  left out       {seconds_text(one.seconds)}, from {seconds_text(one.began)} on: {one.left_out}"
+            for one in self.traces
+            if one.left_out
+        ]
+        ends = [one.began + one.seconds for one in self.traces]
+        between = sum(
+            max(0.0, later.began - end) for end, later in zip(ends[:-1], self.traces[1:], strict=True)
+        )
+        lines.append(
+            f"  between them   {seconds_text(between)}, in which traces were written, are not counted"
+        )
+        return lines
 
     def _or_reason(self, name: str, shown: Any) -> str:
         value = getattr(self, name)

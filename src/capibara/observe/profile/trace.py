@@ -60,6 +60,7 @@ class Trace:
         other devices.
       wall_seconds: of the region, if its time was given.
       timeline: what the devices did when; None if it was not asked for.
+      emulated: whether the devices are several of a CPU.
     """
 
     counts: dict[tuple[int, str], tuple[int, float]] = field(default_factory=dict)
@@ -74,6 +75,7 @@ class Trace:
     within_ns: float | None = None
     wall_seconds: float | None = None
     timeline: Timeline | None = None
+    emulated: bool = False
 
 
 def mark_region() -> None:
@@ -190,7 +192,7 @@ def read_trace(
         # Emulated devices: while one waits for another, that one has the cores.
         mine = kind_of > 0
         _, busy, exposed = _device(rows["start_ps"][mine], rows["duration_ps"][mine], kind_of[mine], None)
-        trace.busy_ns, trace.exposed_ns = busy / 1000, exposed / 1000
+        trace.busy_ns, trace.exposed_ns, trace.emulated = busy / 1000, exposed / 1000, True
     if trace.within_ns is not None:
         trace.within_ns = max(0.0, trace.within_ns) / trace.devices
     if wall_seconds is not None:

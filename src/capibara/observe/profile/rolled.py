@@ -1,0 +1,264 @@
+"""A change of loops in Python that start a program in each turn: they become one program.
+
+A ``for`` loop over ``range(…)``, an array or a list of numbers whose body only computes (assigns names, calls functions
+that return something) is what ``jax.lax.scan`` runs: the names that the body assigns are its carry. The first turn runs
+in Python, so that all of them have values. The others are one program, if that gives the same.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from capibara.jax_versions import outside_transformations
+
+__all__ = ["LOOP_NAME", "Rolled", "compile_rolled"]
+
+LOOP_NAME = "__capibara_loop__"
+_LEAST_TURNS = 20
+_SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Pass, ast.Expr)
+
+
+def compile_rolled(tree: ast.Module, effects: Callable[[ast.AST], str], note: Callable[[str], None]) -> None:
+    """Rewrite the loops of a script that only compute.
+
+    ``for i in over: body`` becomes::
+
+        def __turn(i, a, b):              # the names that the body assigns
+            body
+            return a, b
+        for __rest in __capibara_loop__.over(over, line):   # the first turn, or all of them, in Python
+            i = __rest; body
+        if __capibara_loop__.rest(line): i, a, b = __capibara_loop__.run(__turn, …)
+
+    Args:
+      effects: says why a body may do more than compute, or nothing. note: called with the loops that are left.
+    """
+    _Rewriter(effects, note).visit(tree)
+    ast.fix_missing_locations(tree)
+
+
+class _Rewriter(ast.NodeTransformer):
+    def __init__(self, effects: Callable[[ast.AST], str], note: Callable[[str], None]) -> None:
+        self._effects, self._note = effects, note
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> Any:
+        return node
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> Any:
+        # Functions within a class's body do not see its names.
+        node.body = [one if isinstance(one, ast.For) else self.visit(one) for one in node.body]
+        return node
+
+    def visit_For(self, node: ast.For) -> Any:
+        why = self._why_not(node)
+        if why:
+            self._note(f"the loop in line {node.lineno} was left as it is: it {why}")
+            return self.generic_visit(node)
+        assert isinstance(node.target, ast.Name)
+        names = sorted({*_assigned(node.body), node.target.id})
+        turn = f"__capibara_turn_{node.lineno}"
+        call = f"{LOOP_NAME}[{node.lineno}]"
+        carried = ", ".join(names)
+        made = ast.parse(
+            f"def {turn}({carried}):\n    pass\n    return ({carried},)\n"
+            f"for {node.target.id} in {call}.first(None):\n    pass\n"
+            f"if {call}.rest():\n    ({carried},) = {call}.run({turn}, {node.target.id!r}, {names!r}, ({carried},))\n"
+        ).body
+        function, loop, run = made
+        assert isinstance(function, ast.FunctionDef)
+        assert isinstance(loop, ast.For)
+        assert isinstance(loop.iter, ast.Call)
+        function.body[:1] = _copies(node.body)
+        loop.iter.args = [node.iter]
+        loop.body = node.body
+        for one in (function, loop, run):
+            ast.copy_location(one, node)
+        return [function, loop, run]
+
+    def _why_not(self, node: ast.For) -> str:
+        if node.orelse:
+            return "has an else"
+        if not isinstance(node.target, ast.Name):
+            return "has several targets"
+        for one in node.body:
+            for part in ast.walk(one):
+                if isinstance(part, ast.Break | ast.Continue | ast.Return):
+                    return "may end a turn early"
+                if isinstance(part, ast.NamedExpr | ast.Lambda | ast.FunctionDef | ast.Delete | ast.Starred):
+                    return "defines functions, or deletes names"
+            if not isinstance(one, _SIMPLE) or (
+                isinstance(one, ast.Expr) and not isinstance(one.value, ast.Constant)
+            ):
+                return "does more than assign names"
+        block = ast.Module(node.body, [])
+        for part in ast.walk(block):
+            if isinstance(part, ast.Attribute | ast.Subscript) and isinstance(part.ctx, ast.Store):
+                return f"assigns to {ast.unparse(part)}"
+        if not _assigned(node.body):
+            return "assigns nothing"
+        return self._effects(block)
+
+
+def _copies(body: Sequence[ast.stmt]) -> list[ast.stmt]:
+    import copy
+
+    return [copy.deepcopy(one) for one in body]
+
+
+def _assigned(body: Sequence[ast.stmt]) -> set[str]:
+    return {
+        one.id
+        for statement in body
+        for one in ast.walk(statement)
+        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
+    }
+
+
+class Rolled:
+    """The loops of a script by line, for :func:`compile_rolled`'s code.
+
+    Args:
+      note: called with what a loop was left as it is for. used: with what was changed.
+      works: the lines of loops that are known to work; None: each is tried, and run in Python as well.
+      same: whether two results are the same.
+      found: called with each line that works.
+    """
+
+    def __init__(
+        self,
+        note: Callable[[str], None],
+        used: Callable[[str], None],
+        works: Sequence[int] | None,
+        same: Callable[[Any, Any], bool],
+        found: Callable[[int, bool], None],
+    ) -> None:
+        self.note, self.used, self.works, self.same, self.found = note, used, works, same, found
+        self._loops: dict[int, _Loop] = {}
+
+    def __getitem__(self, line: int) -> _Loop:
+        return self._loops.setdefault(line, _Loop(self, line))
+
+
+class _Loop:
+    """One loop of the script."""
+
+    def __init__(self, all: Rolled, line: int) -> None:
+        self._all, self._line = all, line
+        self._left: Any = None
+        self._programs: dict[Any, Any] = {}
+        self._kept: list[Any] = []
+        self._failed = False
+
+    def first(self, over: Any) -> Any:
+        """What the loop in Python goes over: all of it, or the first item."""
+        import numpy as np
+
+        self._left = None
+        tries = self._all.works is None or self._line in self._all.works
+        if self._failed or not tries or not outside_transformations():
+            return over
+        items: Any = None
+        if isinstance(over, range):
+            items = np.arange(over.start, over.stop, over.step, dtype=np.int32) if len(over) else None
+        elif hasattr(over, "shape") and hasattr(over, "dtype") and len(over.shape) > 0:
+            items = over
+        elif isinstance(over, list | tuple) and over and all(type(one) in (int, float) for one in over):
+            items = np.asarray(over)
+        if items is None or len(items) < _LEAST_TURNS:
+            return over
+        self._left = over, items
+        return over[:1] if isinstance(over, range | list | tuple) else iter([over[0]])
+
+    def rest(self) -> bool:
+        """Whether turns are left for a program."""
+        return self._left is not None
+
+    def run(
+        self, turn: Callable[..., tuple[Any, ...]], target: str, names: list[str], values: tuple[Any, ...]
+    ) -> Any:
+        """The other turns; returns the values of all names behind them."""
+        over, items = self._left
+        self._left = None
+        place = names.index(target)
+
+        def in_python(values: tuple[Any, ...]) -> tuple[Any, ...]:
+            for item in over[1:]:
+                values = turn(*values[:place], item, *values[place + 1 :])
+            return values
+
+        try:
+            if self._all.works is not None:
+                return self._as_program(turn, place, items, values)
+            kept = _own(values)
+            expected = in_python(values)
+            found = self._as_program(turn, place, items, kept)
+            if not self._all.same(found, expected):
+                raise ValueError("as one program it gives other results")
+        except Exception as error:
+            self._failed = True
+            text = str(error).strip().splitlines()[0][:200] if str(error).strip() else repr(error)
+            self._all.note(f"the loop in line {self._line} was left as it is: {text}")
+            self._all.found(self._line, False)
+            if self._all.works is None and "expected" in locals():
+                return locals()["expected"]
+            return in_python(values)
+        self._all.found(self._line, True)
+        return expected
+
+    def _as_program(
+        self, turn: Callable[..., tuple[Any, ...]], place: int, items: Any, values: tuple[Any, ...]
+    ) -> Any:
+        import jax
+        import jax.numpy as jnp
+
+        rest = items[1:]
+        fixed = [jax.tree.leaves(one) != [] and not _computes(one) for one in values]
+        if any(fixed):
+            raise TypeError("it assigns a name that holds no arrays")
+        # A program has what the body reads beside its names as constants: of other values it is another program.
+        cells = [cell.cell_contents for cell in turn.__closure__ or ()]
+        reads = [turn.__globals__.get(name) for name in turn.__code__.co_names]
+        self._kept += [*cells, *reads]  # no other object gets their place
+        key = turn.__code__, jax.tree.structure(values), tuple(map(id, [*cells, *reads]))
+        if key not in self._programs:
+
+            def program(values: tuple[Any, ...], rest: Any) -> tuple[Any, ...]:
+                def step(carry: tuple[Any, ...], item: Any) -> tuple[tuple[Any, ...], None]:
+                    after = turn(*carry[:place], item, *carry[place + 1 :])
+                    return jax.tree.map(lambda a, b: jnp.asarray(b, a.dtype), carry, after), None
+
+                # The dtypes and shapes that a turn gives: of the first one they may be others.
+                given = jax.eval_shape(lambda v: turn(*v[:place], rest[0], *v[place + 1 :]), values)
+                first = jax.tree.map(lambda a, to: jnp.asarray(a, to.dtype), values, given)
+                return jax.lax.scan(step, first, rest)[0]
+
+            self._programs[key] = jax.jit(program)
+        found = self._programs[key](values, rest)
+        turns = len(rest) + 1
+        self._all.used(f"the loop in line {self._line} is one program: {turns:,} turns of lax.scan")
+        # Python's loop leaves the last item as it is.
+        last = items[-1]
+        return (
+            *found[:place],
+            last.item() if not hasattr(last, "block_until_ready") else last,
+            *found[place + 1 :],
+        )
+
+
+def _own(values: Any) -> Any:
+    """Copies: a function may take its arguments' place (``donate_argnums``)."""
+    import jax
+    import jax.numpy as jnp
+
+    return jax.tree.map(lambda one: jnp.copy(one) if isinstance(one, jax.Array) else one, values)
+
+
+def _computes(value: Any) -> bool:
+    import jax
+    import numpy as np
+
+    return all(
+        isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float) for leaf in jax.tree.leaves(value)
+    )
