@@ -36,7 +36,14 @@ from dataclasses import dataclass
 
 from capibara.config import ModularModelConfig
 from capibara.plan.memory.arguments import Block, is_base, item_size, step_gradients
-from capibara.plan.memory.kept import BlockType, kept_of_turn, recomputed_of_turn, turns_of
+from capibara.plan.memory.kept import (
+    BlockType,
+    kept_of_turn,
+    recomputed_of_turn,
+    scanned_rows,
+    scanned_states,
+    turns_of,
+)
 from capibara.plan.memory.tiles import padded_rows
 from capibara.plan.memory.widths import Widths, widths
 from capibara.plan.slices import Slice
@@ -58,10 +65,9 @@ _ALIVE_ONE_DEFERRED = (3.0, 1.5, 1.0, 4.5, 1.0)
 # The compiler's option for which products it cuts into windows, and from where on that is none.
 _WINDOWS, _NO_WINDOWS_MIB = "xla_jf_spmd_threshold_for_windowed_einsum_mib", 10_000
 # Of a block that is not attention: values as wide as its own inner width that its backward pass has beside the others'.
-_OWN = {"ssm": 9.0, "vq": 2.0}
-# What a state-space block's backward pass has more of the same for each state of a channel beyond so many: states
-# between chunks, and their gradients (Mamba-2 of 130 million and 2.7 billion parameters on v5e; three programs).
-_STATES, _PER_STATE = 32, 1 / 5
+# Of a state-space block besides, in float32: what goes into its recurrence, what comes out, and their derivatives.
+_OWN = {"ssm": 8.0, "vq": 2.0}
+_SCANNED = 3.0
 # Of the moments in the hosts' memory, what is here at the memory peak: the step begins by fetching them, and the
 # compiler moves that later, on v4 nearly all of it (four programs, so the least certain of these figures).
 _FETCHED, _FETCHED_V4 = 0.6, 0.2
@@ -80,9 +86,6 @@ _ALIVE_UNTIED, _ALIVE_UNTIED_LATE = (2.0, 0.0), (2.0, 2.0)
 _PLAIN = 0.67
 # Feed-forward matrices where adapters alone are trained: those gathered. None if they are codes.
 _FROZEN = 2.0
-# Of a mixture's backward pass: the matrices of its experts in the compute dtype; of the rows of its products the wider
-# ones in the dtypes of accumulation and of computing, and the narrower ones.
-_EXPERTS = (4.0, 3.0, 3.0, 1.0)
 _ALIVE_CHUNKS, _ALIVE_CHUNKS_SHARDED = (0.13, 1.5), (0.0, 1.5)
 _ALIVE_ONE_CHUNKS, _ALIVE_ONE_CHUNKS_SHARDED = (0.13, 0.8), (0.0, 0.4)
 
@@ -133,7 +136,7 @@ def working_set(
     parameters = sum(b.bytes for b in stacks if b.item_size == stored and not is_base(b.path))
     frozen = config.finetune.method != "full"
     gradients = step_gradients(config, layout)
-    stacked = sum(b.bytes for b in gradients if b.path[0].endswith("blocks"))
+    stacked = sum(_stacked(b) for b in gradients if b.path[0].endswith("blocks"))
     every = sum(b.bytes for b in gradients)
     logits = w.values(w.words)
     table = w.words * w.stream * w.compute
@@ -149,6 +152,8 @@ def working_set(
         )
         words, more = sharded if _shards_vocab(layout) else chunked
         words, tables = (0.0 if layout.remat == "none" else words), tables + more
+        if layout.microbatches > 1:
+            tables += 1.0  # gathered once, before the loop over microbatches
         if frozen:
             scores -= int(_SUMS * w.words * w.stream * w.accumulate)
     else:
@@ -162,21 +167,22 @@ def working_set(
         tables = 1.0 if chunks else 0.0
     loss = scores + table + 2 * w.values(w.stream)
 
-    own = dict(_OWN)
-    own["ssm"] += max(0, m.ssm.state_dim - _STATES) * _PER_STATE
+    own = {kind: count * w.values(w.own[kind]) for kind, count in _OWN.items()}
+    if "ssm" in m.block_kinds:
+        own["ssm"] += _SCANNED * scanned_rows(w) + scanned_states(w)
     if m.residual == "accumulate":
         stream *= w.accumulate / w.compute
 
     def peak(block: BlockType) -> int:
         """The working set of a block of this type."""
         if block.experts:
-            return _experts_peak(w)
+            return _experts_peak(w, 2 if _shards_vocab(layout) else 1)
         plain = _PLAIN if m.mlp == "plain" else 1.0
         return int(
             stream * w.values(w.stream)
             + plain * inner * w.values(w.inner)
             + plain * matrices * w.stream * (w.inner or w.own.get(block.kind, w.stream)) * w.compute
-            + (own[block.kind] * w.values(w.own[block.kind]) if block.kind in own else 0.0)
+            + own.get(block.kind, 0.0)
         )
 
     block = max(
@@ -185,7 +191,7 @@ def working_set(
     )
     block += int(words * logits + tables * table)
     copies = parameters * w.compute // stored if w.compute != stored else 0
-    if layout.rules != layout.optimizer_rules:
+    if layout.rules != layout.optimizer_rules and config.optimizer.name != "adafactor":
         copies += int(_REPLACED * sum(b.bytes for b in arguments if b.kind == "parameters"))
     if not chunks:
         copies += _lookup_copies(arguments)
@@ -205,6 +211,13 @@ def working_set(
     )
 
 
+def _stacked(gradient: Block) -> int:
+    """Bytes of the gradients of a stack of blocks; those of experts are written by a kernel, row by row."""
+    if len(gradient.shape) == 4 and "experts" in gradient.path:
+        return padded_rows(gradient.shape, gradient.item_size)
+    return gradient.bytes
+
+
 def _lookup_copies(arguments: tuple[Block, ...]) -> int:
     """Of a table that is stored in columns, because its rows would need padding: it and its moments are copied into
     rows, which a lookup reads."""
@@ -218,18 +231,34 @@ def _lookup_copies(arguments: tuple[Block, ...]) -> int:
     )
 
 
-def _experts_peak(w: Widths) -> int:
-    """The working set of a mixture's backward pass."""
+def _experts_peak(w: Widths, model: int) -> int:
+    """The working set of a mixture's backward pass.
+
+    Beside the values of attention, at the fullest of four moments: the products by the second matrix (the derivative of
+    its rows, two recomputed inner values and a new one), by the first ones (both results and the rows that went in,
+    and the derivatives of both inner values), the sum over each token's experts, which with a ``model`` axis is float32,
+    and the reduction of the matrices' gradients.
+
+    Args:
+      w: of the device. model: devices that share each expert's matrices.
+    """
     mixture = w.mixture
     assert mixture is not None
-    matrices, wide, narrow, less = _EXPERTS
-    widest, other = max(w.stream, mixture.inner), min(w.stream, mixture.inner)
-    tokens = mixture.rows * w.stream * w.accumulate
-    return int(
-        matrices * mixture.held * w.stream * mixture.inner * w.compute
-        + mixture.rows * (widest * (wide * w.accumulate + narrow * w.compute) + less * other * w.compute)
-        + tokens // mixture.top
-    )
+    stream, inner = (mixture.rows * width * w.compute for width in (w.stream, mixture.inner))
+    matrix = mixture.held * w.stream * mixture.inner * w.compute
+    # Of all devices along the expert axis.
+    tokens = mixture.rows // mixture.top * w.stream
+    gathered = 2 * tokens * w.compute if mixture.held < mixture.count else 0
+    attention = w.values(4 * w.stream + 2 * (w.queries + w.keys))
+    moments = [
+        2 * stream + 3 * inner + 3 * matrix + gathered,
+        3 * stream + 2 * inner + 3 * matrix + gathered,
+        stream + 5 * matrix,
+    ]
+    if model > 1:
+        each = mixture.rows * w.stream * w.accumulate
+        moments.append(each + stream + 3 * inner + 3 * matrix + gathered // 2)
+    return attention + tokens * w.accumulate + max(moments)
 
 
 def _in_chunks(config: ModularModelConfig, w: Widths) -> bool:
