@@ -68,6 +68,9 @@ _WINDOWS, _NO_WINDOWS_MIB = "xla_jf_spmd_threshold_for_windowed_einsum_mib", 10_
 # Of a state-space block besides, in float32: what goes into its recurrence, what comes out, and their derivatives.
 _OWN = {"ssm": 8.0, "vq": 2.0}
 _SCANNED = 3.0
+# Where its channels are sharded over ``model``, the compiler gathers what goes into its norm (whose layout is
+# constrained) and the derivative of that, of all devices: so many arrays, half of them on their way.
+_GATHERED, _GATHERED_KEPT = 4, 2
 # Of the moments in the hosts' memory, what is here at the memory peak: the step begins by fetching them, and the
 # compiler moves that later, on v4 nearly all of it (four programs, so the least certain of these figures).
 _FETCHED, _FETCHED_V4 = 0.6, 0.2
@@ -170,6 +173,10 @@ def working_set(
     own = {kind: count * w.values(w.own[kind]) for kind, count in _OWN.items()}
     if "ssm" in m.block_kinds:
         own["ssm"] += _SCANNED * scanned_rows(w) + scanned_states(w)
+        if m.ssm.norm and _shards_vocab(layout):
+            count = _GATHERED_KEPT if layout.remat == "none" else _GATHERED
+            channels = m.ssm.expand * m.embed_dim
+            own["ssm"] += count * rows * config.train.sequence_length * channels * w.compute
     if m.residual == "accumulate":
         stream *= w.accumulate / w.compute
 
