@@ -69,8 +69,9 @@ _WINDOWS, _NO_WINDOWS_MIB = "xla_jf_spmd_threshold_for_windowed_einsum_mib", 10_
 _OWN = {"ssm": 8.0, "vq": 2.0}
 _SCANNED = 3.0
 # Where its channels are sharded over ``model``, the compiler gathers what goes into its norm (whose layout is
-# constrained) and the derivative of that, of all devices: so many arrays, half of them on their way.
-_GATHERED, _GATHERED_KEPT = 4, 2
+# constrained), of all devices: so many arrays, half of them on their way; as many of its derivative, at the same time
+# where several blocks are computed again together.
+_GATHERED = 2
 # Of the moments in the hosts' memory, what is here at the memory peak: the step begins by fetching them, and the
 # compiler moves that later, on v4 nearly all of it (four programs, so the least certain of these figures).
 _FETCHED, _FETCHED_V4 = 0.6, 0.2
@@ -172,11 +173,14 @@ def working_set(
 
     own = {kind: count * w.values(w.own[kind]) for kind, count in _OWN.items()}
     if "ssm" in m.block_kinds:
-        own["ssm"] += _SCANNED * scanned_rows(w) + scanned_states(w)
+        gathered = 0
         if m.ssm.norm and _shards_vocab(layout):
-            count = _GATHERED_KEPT if layout.remat == "none" else _GATHERED
-            channels = m.ssm.expand * m.embed_dim
-            own["ssm"] += count * rows * config.train.sequence_length * channels * w.compute
+            gathered = _GATHERED * rows * config.train.sequence_length * m.ssm.expand * m.embed_dim * w.compute
+        scan = scanned_rows(w)
+        together = layout.remat != "none" and max(map(len, turns)) > 1
+        own["ssm"] += scanned_states(w) + (
+            2 * gathered + _SCANNED * scan if together else max(gathered + scan, _SCANNED * scan)
+        )
     if m.residual == "accumulate":
         stream *= w.accumulate / w.compute
 
@@ -220,7 +224,7 @@ def working_set(
 
 def _stacked(gradient: Block) -> int:
     """Bytes of the gradients of a stack of blocks; those of experts are written by a kernel, row by row."""
-    if len(gradient.shape) == 4 and "experts" in gradient.path:
+    if len(gradient.shape) == 4 and gradient.path[-1] in ("gate", "up", "down"):
         return padded_rows(gradient.shape, gradient.item_size)
     return gradient.bytes
 
