@@ -70,7 +70,7 @@ _OWN = {"ssm": 8.0, "vq": 2.0}
 _SCANNED = 3.0
 # Where its channels are sharded over ``model``, the compiler gathers what goes into its norm (whose layout is
 # constrained), of all devices: so many arrays, half of them on their way; as many of its derivative, at the same time
-# where several blocks are computed again together.
+# where several such blocks are computed again together.
 _GATHERED = 2
 # Of the moments in the hosts' memory, what is here at the memory peak: the step begins by fetching them, and the
 # compiler moves that later, on v4 nearly all of it (four programs, so the least certain of these figures).
@@ -84,8 +84,8 @@ _REPLACED = 0.2
 _CHUNKS = 32
 # Of the table's gradient at the loss: the sum so far, and the one with the chunk's.
 _SUMS = 1
-# Of a head with a table of its own: its gradient waits in the loop over blocks, or the logits' does, or both.
-_ALIVE_UNTIED, _ALIVE_UNTIED_LATE = (2.0, 0.0), (2.0, 2.0)
+# Of a head with a table of its own, where its gradient is left for the end: that and the logits' wait in the loop.
+_ALIVE_UNTIED = (2.0, 2.0)
 # Of a plain feed-forward layer, in the counts of a gated one.
 _PLAIN = 0.67
 # Feed-forward matrices where adapters alone are trained: those gathered. None if they are codes.
@@ -163,9 +163,8 @@ def working_set(
     else:
         # In the compute dtype and, where that is another one, in that of accumulation.
         scores = logits if w.one_dtype else logits + logits * w.accumulate // w.compute
-        if not m.tie_embeddings and not _shards_vocab(layout) and not frozen:
-            untied = _ALIVE_UNTIED_LATE if _late(layout, target) else _ALIVE_UNTIED
-            words, tables = max(words, untied[0]), max(tables, untied[1])
+        if not m.tie_embeddings and not _shards_vocab(layout) and not frozen and _late(layout, target):
+            words, tables = max(words, _ALIVE_UNTIED[0]), max(tables, _ALIVE_UNTIED[1])
     if frozen:
         matrices = _FROZEN if config.finetune.base == "none" else 0.0
         tables = 1.0 if chunks else 0.0
@@ -177,7 +176,8 @@ def working_set(
         if m.ssm.norm and _shards_vocab(layout):
             gathered = _GATHERED * rows * config.train.sequence_length * m.ssm.expand * m.embed_dim * w.compute
         scan = scanned_rows(w)
-        together = layout.remat != "none" and max(map(len, turns)) > 1
+        several = max(sum(block.kind == "ssm" for block in turn) for turn in turns) > 1
+        together = layout.remat != "none" and several
         own["ssm"] += scanned_states(w) + (
             2 * gathered + _SCANNED * scan if together else max(gathered + scan, _SCANNED * scan)
         )
