@@ -20,7 +20,6 @@ from capibara.plan.memory.widths import Widths
 
 __all__ = ["BlockType", "kept_of_turn", "recomputed_of_turn", "scanned_rows", "scanned_states", "turns_of"]
 
-_TILE = 128
 # Positions a chunk of the state-space recurrence, as it is without measurements of one's own.
 CHUNK = 64
 # Of the values that blocks without rematerialisation keep, those that recomputed ones have: the compiler computes what
@@ -84,8 +83,8 @@ def _kept(block: BlockType, config: ModularModelConfig, remat: str, w: Widths) -
     ``full``: what comes in. ``dots``: that and the results of its matrix products, but for the last, which only is
     added to; not those of experts, which are no plain products. ``none``: whatever the derivatives of its operations
     read: of each normalisation three values in the accumulation dtype and its result; of the feed-forward layer two
-    products, what its activation function reads and gives, and their product; of attention queries, keys and values,
-    before and after their rotation, padded to whole tiles, and the result.
+    products, what its activation function reads and gives, and their product; of attention queries and keys after
+    their rotation (which is linear), values, and the result, by heads and joined.
     """
     m, stream = config.model, w.values(w.stream)
     if remat == "full":
@@ -98,8 +97,7 @@ def _kept(block: BlockType, config: ModularModelConfig, remat: str, w: Widths) -
             streams = 1 + count("out") + (count("down") if m.norm_placement != "before" else 0)
             heads = count("query") * w.queries + (count("key") + count("value")) * w.keys
             return streams * stream + w.values(heads) + layer
-        wide = -(-w.head // _TILE) * _TILE / w.head
-        heads = w.values(w.queries * (1 + 2 * wide) + w.keys * (1 + wide))
+        heads = w.values(3 * w.queries + 2 * w.keys)
         if m.qk_norm != "none":
             heads += 3 * w.tokens * (w.queries + w.keys) * w.accumulate
         return _normalised(m, w) + layer + heads
@@ -129,7 +127,9 @@ def _layer(block: BlockType, config: ModularModelConfig, remat: str, w: Widths) 
     if not block.experts:
         plain = config.model.mlp == "plain"
         if remat != "dots":
-            return int((6.5 if plain else 6.0) * w.values(w.inner))
+            # What a plain layer's activation function reads and gives is one product's.
+            narrow = plain and config.model.activation in ("silu", "relu")
+            return int((4.0 if narrow else 6.5 if plain else 6.0) * w.values(w.inner))
         count = _products(config.finetune, "up") + (0 if plain else _products(config.finetune, "gate"))
         return count * w.values(w.inner)
     mixture = w.mixture
