@@ -33,7 +33,7 @@ class MemoryEstimate:
       temporaries: the largest working set besides them; None if it is not known before compiling.
       padding: of the arguments to tiles.
       model_state: arrays that are not trained (codebooks).
-      moment: ``"loss"`` or ``"backward"``, the memory peak; ``""`` if only the arguments are known.
+      moment: ``"loss"``, ``"backward"`` or ``"update"``, the memory peak; ``""`` if only the arguments are known.
       exact: kinds that are exact, not modelled.
     """
 
@@ -122,13 +122,13 @@ def estimate_memory(config: ModularModelConfig, layout: Layout, target: Slice) -
         )
     arguments = step_arguments(config, layout)
     need = working_set(config, layout, target, rows, arguments)
-    moment, gradients, temporaries = need.fullest
+    moment, gradients, activations, temporaries = need.fullest
     by_kind = _by_kind(arguments)
     return MemoryEstimate(
         parameters=by_kind["parameters"],
         optimizer=by_kind["optimizer"],
         gradients=gradients,
-        activations=need.kept,
+        activations=activations,
         temporaries=temporaries,
         padding=by_kind["padding"],
         inputs=by_kind["inputs"],

@@ -1,6 +1,6 @@
 """The memory of a training step besides its arguments, at its peak.
 
-Two moments compete:
+Three moments compete:
 
 *The loss.* Every layer's values for the backward pass are stored, and the logits exist twice, as the product's output
 and in the accumulation dtype, together with the gathered vocabulary table. Many logits
@@ -12,8 +12,10 @@ last (in chunks: that gradient); and the working set of the block: its recompute
 wide as the residual stream, some as the feed-forward layer, and matrices: gathered weights, and gradients before they
 are scattered.
 
-In both cases, and until the end, there are copies of all blocks' parameters in the compute dtype: the compiler
+In both cases there are copies of all blocks' parameters in the compute dtype: the compiler
 creates them once, before the loop.
+
+*The update*, where moments are sharded and parameters replicated: the new parameters are gathered beside the old ones.
 
 The counts below are the numbers of such values that are live together. Those of stored values are the residuals that
 JAX's differentiation of a block saves. Those of a block's backward pass were fitted to the compiler's figures for the
@@ -103,6 +105,7 @@ class WorkingSet:
       copies: of parameters, mostly the blocks' in the compute dtype. fetched: moments from the hosts' memory.
       sums: of gradients over microbatches. stacked: gradients of the blocks of one microbatch.
       loss, block: the two moments' own needs, beside these.
+      update: that of the update, beside the sums alone.
     """
 
     kept: int
@@ -112,14 +115,17 @@ class WorkingSet:
     stacked: int
     loss: int
     block: int
+    update: int = 0
 
     @property
-    def fullest(self) -> tuple[str, int, int]:
-        """The memory peak, and the bytes of gradients and temporaries at it."""
+    def fullest(self) -> tuple[str, int, int, int]:
+        """The memory peak, and the bytes of gradients, activations and temporaries at it."""
         block = self.block + self.fetched
+        if self.update > self.kept + self.copies + max(self.loss, block + self.stacked):
+            return "update", self.sums, 0, self.update
         if self.loss > block + self.stacked:
-            return "loss", self.sums, self.copies + self.loss
-        return "backward", self.sums + self.stacked, self.copies + block
+            return "loss", self.sums, self.kept, self.copies + self.loss
+        return "backward", self.sums + self.stacked, self.kept, self.copies + block
 
 
 def working_set(
@@ -202,8 +208,11 @@ def working_set(
     )
     block += int(words * logits + tables * table)
     copies = parameters * w.compute // stored if w.compute != stored else 0
+    update = 0
     if layout.rules != layout.optimizer_rules and config.optimizer.name != "adafactor":
-        copies += int(_REPLACED * sum(b.bytes for b in arguments if b.kind == "parameters"))
+        # Gathered from the devices that have updated their parts of them.
+        update = sum(b.bytes for b in arguments if b.kind == "parameters" and not is_base(b.path))
+        copies += int(_REPLACED * update)
     if not chunks:
         copies += _lookup_copies(arguments)
     fetched = int(
@@ -219,6 +228,7 @@ def working_set(
         stacked=stacked,
         loss=loss,
         block=block,
+        update=update,
     )
 
 
