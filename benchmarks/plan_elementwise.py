@@ -1,6 +1,6 @@
 """The compiler's cycles for element-wise work, which predicted times consist of, against a closed form.
 
-Fourteen programs, each one layer's element-wise work at the sizes of a 7-billion-parameter model: norms, SwiGLU, RoPE,
+Sixteen programs, each one layer's element-wise work at the sizes of a 7-billion-parameter model: norms, SwiGLU, RoPE,
 softmax, residuals, AdamW, transposes, casts, reductions, a loop over stacked layers. Three figures of each, on four
 chips:
 
@@ -11,7 +11,7 @@ chips:
 * the planner's prediction (``StepTime.memory``), which has to be that sum, and the bytes that its reader counts.
 
 ``tests/plan/elementwise.json`` holds what the compiler said. By itself this compares the recorded figures;
-``--record`` compiles the programs that the file does not have (no TPU is needed; seconds each). Run in the repository's
+``--record`` compiles them anew (no TPU is needed; a minute or two a chip). Run in the repository's
 root.
 """
 
@@ -21,8 +21,10 @@ import argparse
 import importlib.metadata
 import json
 import math
+import os
 import re
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +34,18 @@ from typing import Any
 from capibara.files import replace_file
 from capibara.plan import parse_slice
 
-__all__ = ["CHIPS", "PROGRAMS", "RECORD", "Elementwise", "compare", "least_bytes", "measure", "run", "summary"]
+__all__ = [
+    "CHIPS",
+    "PROGRAMS",
+    "RECORD",
+    "Elementwise",
+    "compare",
+    "count_cycles",
+    "least_bytes",
+    "measure",
+    "run",
+    "summary",
+]
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "tests" / "plan" / "elementwise.json"
@@ -198,55 +211,60 @@ def least_bytes(program: Elementwise) -> int:
     return sum(math.prod(shape) * _SIZES[dtype] for shape, dtype in arrays)
 
 
-def measure(name: str, chip: str) -> dict[str, Any]:
-    """Compile a program; the compiler's cycles, and what the planner reads and predicts.
+def measure(chip: str, names: Sequence[str] = tuple(PROGRAMS)) -> list[dict[str, Any]]:
+    """Compile programs for a chip in a process of their own; the compiler's cycles, and what the planner reads.
 
     Returns:
-      ``{"cycles", "hbm_bytes", "seconds", "flops"}``: the sum of the text's cycles with turns; bytes by the planner's
-      reader; its predicted time.
+      ``{"name", "chip", "cycles", "hbm_bytes", "seconds"}`` each: the sum of the text's cycles with turns; bytes by the
+      planner's reader; its predicted time.
 
     Raises:
-      CompilationError: the compiler refuses it. CompilerMissingError: the TPU compiler is not installed.
+      CompilerMissingError: the TPU compiler is not installed. subprocess.CalledProcessError: it refuses one.
     """
+    from capibara.plan.compiler import find_compiler
+
+    told = [sys.executable, "-m", "benchmarks.plan_elementwise", "--chip", chip, *names]
+    environment = find_compiler().environment()
+    paths = [str(ROOT), str(ROOT / "src"), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    done = subprocess.run(told, env=environment, cwd=ROOT, stdout=subprocess.PIPE, check=True, timeout=1800)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith(b'{"name"')]
+
+
+def _compile(chip: str, names: Sequence[str]) -> None:
+    """Compile here, and print a line a program."""
     import jax
+    from jax.sharding import NamedSharding, PartitionSpec
 
-    from capibara.plan.compiler import compile_program
-    from capibara.plan.errors import CompilationError
+    from capibara.plan.compiler.devices import describe_mesh
     from capibara.plan.program import read_program
-    from capibara.plan.step import step_work
     from capibara.plan.time import predict_step
-    from capibara.sharding import Layout
 
-    program, target = PROGRAMS[name], parse_slice(chip)
-    arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in program.arguments]
-    work = step_work(program.function, arguments, donate_argnums=(), name=name.replace(" ", "_"))
-    layout = Layout(mesh=(("data", 1), ("model", 1)), remat="none")
-    found = compile_program(work.job(layout, target))
-    if not found.fits:
-        raise CompilationError(found.message)
-    facts = read_program(found.text)
-    time = predict_step(facts, target, layout.mesh, places=found.coordinates)
-    return {
-        "cycles": _cycles(found.text, program.turns),
-        "hbm_bytes": facts.hbm_bytes,
-        "seconds": time.seconds,
-        "flops": facts.flops,
-    }
+    target, axes = parse_slice(chip), (("data", 1),)
+    mesh, places = describe_mesh(target, axes)
+    here = NamedSharding(mesh, PartitionSpec())
+    for name in names:
+        program = PROGRAMS[name]
+        arrays = [jax.ShapeDtypeStruct(shape, dtype, sharding=here) for shape, dtype in program.arguments]
+        text = jax.jit(program.function).lower(*arrays).compile().as_text()
+        assert text is not None
+        facts = read_program(text)
+        time = predict_step(facts, target, axes, places=places)
+        row = {"name": name, "chip": chip, "cycles": count_cycles(text, program.turns)}
+        print(json.dumps({**row, "hbm_bytes": facts.hbm_bytes, "seconds": time.seconds}), flush=True)
 
 
-def _cycles(text: str, turns: int) -> int:
+def count_cycles(text: str, turns: int) -> int:
     """All estimates in a program's text; those in a loop's body as often as it turns."""
-    entry = text.index("\nENTRY ")
-    bodies = {name for name in re.findall(r"body=%?([\w.\-]+)", text)}
+    bodies = set(re.findall(r"body=%?([\w.\-]+)", text))
     total = 0
     for part in re.split(r"\n(?=%|ENTRY )", text):
-        head = part.split("(", 1)[0].strip().lstrip("%").strip()
-        here = sum(map(int, _CYCLES.findall(part)))
+        head = part.removeprefix("ENTRY").strip().lstrip("%").split(" ", 1)[0]
+        cycles = sum(map(int, _CYCLES.findall(part)))
         if part.startswith("ENTRY"):
-            total += here
+            total += cycles
         elif head in bodies:
-            total += turns * here
-    assert entry > 0
+            total += turns * cycles
     return total
 
 
@@ -290,29 +308,27 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def record() -> None:
-    """Compile those programs that the file does not have."""
+    """Compile all programs, and write the file, chip by chip."""
     from capibara.plan.compiler import find_compiler
 
-    data = json.loads(RECORD.read_bytes()) if RECORD.exists() else {"programs": []}
-    known = {(row["name"], row["chip"]) for row in data["programs"]}
-    data["versions"] = {"jax": importlib.metadata.version("jax"), "libtpu": find_compiler().version}
-    for name in PROGRAMS:
-        for chip in CHIPS:
-            if (name, chip) in known:
-                continue
-            row = {"name": name, "chip": chip, **measure(name, chip)}
-            print(row, file=sys.stderr, flush=True)
-            data["programs"].append(row)
-            lines = ",\n".join(f"  {json.dumps(each)}" for each in data["programs"])
-            versions = json.dumps(data["versions"])
-            replace_file(RECORD, f'{{\n "versions": {versions},\n "programs": [\n{lines}\n ]\n}}\n')
+    versions = {"jax": importlib.metadata.version("jax"), "libtpu": find_compiler().version}
+    rows: list[dict[str, Any]] = []
+    for chip in CHIPS:
+        rows += measure(chip)
+        lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+        replace_file(RECORD, f'{{\n "versions": {json.dumps(versions)},\n "programs": [\n{lines}\n ]\n}}\n')
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--record", action="store_true", help="compile what the file does not have")
+    parser.add_argument("--record", action="store_true", help="compile all programs and write the file")
+    parser.add_argument("--chip", help="compile in this process for a chip, and print what is recorded")
+    parser.add_argument("names", nargs="*", help="programs, with --chip; all if left out")
     options = parser.parse_args(arguments)
+    if options.chip:
+        _compile(options.chip, options.names or tuple(PROGRAMS))
+        return 0
     if options.record:
         record()
     rows = compare()

@@ -4,7 +4,7 @@ Every program is drawn by a seed: a model (dense, state-space, hybrid, experts; 
 vocabularies from 8 to 256 thousand), the length of its rows, their number, a slice that the model fits on, and one of
 the faster layouts that the planner's own search has for that. ``tests/plan/memory_random.json`` holds what was drawn and
 what the compiler said, given the limit that the planner gives it. Programs with an even number were looked at while
-the estimate was mended; those with an odd number were not (*held out*).
+the estimate was mended; those with an odd number were not (*held out*), but for three that were its largest errors.
 
 By itself it compares the recorded figures, in seconds. ``--record N`` first has the compiler lay out those of the first
 N programs that the file does not have (no TPU is needed; 10 to 60 seconds each). Run in the repository's root.
@@ -33,12 +33,24 @@ from capibara.plan.search.analytic import count_parameters, estimate_time
 from capibara.plan.work import TrainWork
 from capibara.sharding import Layout
 
-__all__ = ["RANDOM", "SEED", "Program", "compare", "draw_layout", "draw_step", "load_programs", "run", "summary"]
+__all__ = [
+    "RANDOM",
+    "SEED",
+    "Program",
+    "compare",
+    "draw_layout",
+    "draw_step",
+    "load_programs",
+    "run",
+    "summary",
+]
 
 ROOT = Path(__file__).parents[1]
 RANDOM = ROOT / "tests" / "plan" / "memory_random.json"
 BASE = "production/tpu_v4"
 SEED = 26
+# With odd numbers, and looked at after the others had been compared.
+LOOKED_AT = (43, 53, 71)
 # Width and layers of models that there are, from 100 million to 70 billion parameters.
 _SIZES = (
     (768, 12),
@@ -82,7 +94,7 @@ class Program:
     @property
     def held_out(self) -> bool:
         """Whether it was not looked at while the estimate was mended."""
-        return self.number % 2 == 1
+        return self.number % 2 == 1 and self.number not in LOOKED_AT
 
     @property
     def estimate(self) -> MemoryEstimate:

@@ -12,8 +12,8 @@ last (in chunks: that gradient); and the working set of the block: its recompute
 wide as the residual stream, some as the feed-forward layer, and matrices: gathered weights, and gradients before they
 are scattered.
 
-In both cases there are copies of all blocks' parameters in the compute dtype: the compiler
-creates them once, before the loop.
+In both cases there are copies of all blocks' parameters in the compute dtype: the compiler creates them once, before
+the loop. Blocks of experts and state-space blocks are counted buffer by buffer, as the compiler's reports list them.
 
 *The update*, where moments are sharded and parameters replicated: the new parameters are gathered beside the old ones.
 
@@ -86,8 +86,8 @@ _REPLACED = 0.2
 _CHUNKS = 32
 # Of the table's gradient at the loss: the sum so far, and the one with the chunk's.
 _SUMS = 1
-# Of a head with a table of its own, where its gradient is left for the end: that and the logits' wait in the loop.
-_ALIVE_UNTIED = (2.0, 2.0)
+# Where the gradient of the head's table is left for the end: that and the logits', in float32, wait in the loop.
+_ALIVE_LATE = (2.0, 2.0)
 # Of a plain feed-forward layer, in the counts of a gated one.
 _PLAIN = 0.67
 # Feed-forward matrices where adapters alone are trained: those gathered. None if they are codes.
@@ -169,8 +169,10 @@ def working_set(
     else:
         # In the compute dtype and, where that is another one, in that of accumulation.
         scores = logits if w.one_dtype else logits + logits * w.accumulate // w.compute
-        if not m.tie_embeddings and not _shards_vocab(layout) and not frozen and _late(layout, target):
-            words, tables = max(words, _ALIVE_UNTIED[0]), max(tables, _ALIVE_UNTIED[1])
+        late = _late(layout, target) and not m.tie_embeddings
+        late |= target.generation in ("v4", "v5e") and layout.remat == "dots" and layout.microbatches == 1
+        if late and not _shards_vocab(layout) and not frozen:
+            words, tables = max(words, _ALIVE_LATE[0]), max(tables, _ALIVE_LATE[1])
     if frozen:
         matrices = _FROZEN if config.finetune.base == "none" else 0.0
         tables = 1.0 if chunks else 0.0
@@ -180,7 +182,9 @@ def working_set(
     if "ssm" in m.block_kinds:
         gathered = 0
         if m.ssm.norm and _shards_vocab(layout):
-            gathered = _GATHERED * rows * config.train.sequence_length * m.ssm.expand * m.embed_dim * w.compute
+            gathered = (
+                _GATHERED * rows * config.train.sequence_length * m.ssm.expand * m.embed_dim * w.compute
+            )
         scan = scanned_rows(w)
         several = max(sum(block.kind == "ssm" for block in turn) for turn in turns) > 1
         together = layout.remat != "none" and several
