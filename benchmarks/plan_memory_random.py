@@ -2,8 +2,8 @@
 
 Every program is drawn by a seed: a model (dense, state-space, hybrid, experts; 100 million to 70 billion parameters;
 vocabularies from 8 to 256 thousand), the length of its rows, their number, a slice that the model fits on, and one of
-the faster layouts that the planner's own search has for that. ``tests/plan/memory_random.json`` holds what was drawn and
-what the compiler said, given the limit that the planner gives it. Programs with an even number were looked at while
+the faster layouts that the planner's own search has for that. ``tests/plan/memory_random.json`` holds what was drawn
+and what the compiler said, given the limit that the planner gives it. Programs with an even number were looked at while
 the estimate was mended; those with an odd number were not (*held out*), but for three that were its largest errors.
 
 By itself it compares the recorded figures, in seconds. ``--record N`` first has the compiler lay out those of the first

@@ -261,8 +261,8 @@ def _experts_peak(w: Widths, model: int) -> int:
 
     Beside the values of attention, at the fullest of four moments: the products by the second matrix (the derivative of
     its rows, two recomputed inner values and a new one), by the first ones (both results and the rows that went in,
-    and the derivatives of both inner values), the sum over each token's experts, which with a ``model`` axis is float32,
-    and the reduction of the matrices' gradients.
+    and the derivatives of both inner values), the sum over each token's experts, which with a ``model`` axis is
+    float32, and the reduction of the matrices' gradients.
 
     Args:
       w: of the device. model: devices that share each expert's matrices.
