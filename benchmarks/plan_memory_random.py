@@ -289,7 +289,7 @@ def record(count: int) -> None:
     """Have the compiler lay out those of the first ``count`` programs that the file does not have."""
     from capibara.plan.compiler import find_compiler
 
-    data = json.loads(RANDOM.read_bytes()) if RANDOM.exists() else {"programs": []}
+    data: dict[str, Any] = json.loads(RANDOM.read_bytes()) if RANDOM.exists() else {"programs": []}
     data["versions"] = {"jax": importlib.metadata.version("jax"), "libtpu": find_compiler().version}
     known = {row["number"]: row for row in data["programs"]}
     for number in range(count):
