@@ -297,7 +297,7 @@ def test_too_much_does_not_fit():
 # that the compiler had (libtpu 0.0.42): the counts were fitted to these.
 MAMBA2 = [
     (768, 24, "v5e:2x2", {"data": 4, "model": 1}, 16, 448_711_680 + 1_369_768_448),
-    (2560, 64, "v5e:4x4", {"data": 8, "model": 2}, 32, 2_333_767_680 + 5_617_435_136),
+    (2560, 64, "v5e:4x4", {"data": 8, "model": 2}, 32, 2_333_767_680 + 6_441_798_656),
     (2560, 64, "v5e:4x4", {"data": 16, "model": 1}, 32, 2_823_067_648 + 4_766_106_112),
 ]
 
@@ -325,8 +325,7 @@ def test_state_space_blocks_without_feed_forward_layers(
         }
     )
     found = estimate_memory(config, Layout(mesh=tuple(mesh.items()), remat="full"), parse_slice(where))
-    # What small steps need beside the arrays is overestimated.
-    assert 0.97 < found.total / total < (1.17 if width < 1024 else 1.06)
+    assert found.total == pytest.approx(total, rel=0.06)
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon", "sgd"])

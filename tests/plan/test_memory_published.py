@@ -29,8 +29,8 @@ from capibara.sharding import Layout
 
 DATA = json.loads((Path(__file__).parent / "memory_published.json").read_bytes())
 CASES: list[dict[str, Any]] = DATA["cases"]
-# Steps whose logits are computed as a whole, where the compiler keeps one more gradient of the vocabulary's table.
-FARTHER = {("Gemma-2-9B", "v5e:4x8", "full"): 0.11, ("Llama-3.2-1B", "v5e:2x2", "dots"): 0.14}
+# Where the compiler shards the residual stream's features, a norm's layout constraint gathers all rows.
+FARTHER = {("Qwen3-30B-A3B", "v4:4x4x4", "full"): 0.18}
 
 
 def name_of(case: dict[str, Any]) -> str:
@@ -89,7 +89,7 @@ def test_the_cases_are_many() -> None:
     adapted = [case for case in CASES if "finetune.method=lora" in case["settings"]]
     mixtures = [case for case in CASES if dict(case["mesh"]).get("expert", 1) > 1]
     assert len(adapted) >= 8
-    assert len(mixtures) >= 8
+    assert len(mixtures) >= 7
     assert len({case["model"] for case in CASES}) >= 14
     assert {case["remat"] for case in mixtures} >= {"dots", "full"}
     assert sum(case["held_out"] for case in CASES) >= 10

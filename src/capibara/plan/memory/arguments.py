@@ -109,21 +109,28 @@ def step_arguments(config: ModularModelConfig, layout: Layout) -> tuple[Block, .
 
 
 @lru_cache(maxsize=256)
-def _gradients(model: Any, finetune: Any, size: int, layout: Layout) -> tuple[Block, ...]:
+def _gradients(
+    model: Any, finetune: Any, size: int, layout: Layout, as_parameters: bool
+) -> tuple[Block, ...]:
     from capibara.core.adapters import is_adapter
 
+    rules = layout.rules if as_parameters else layout.optimizer_rules
     return tuple(
-        Block("gradients", path, part_of(shape, names, layout.mesh, layout.optimizer_rules), size)
+        Block("gradients", path, part_of(shape, names, layout.mesh, rules), size)
         for path, shape, names in _specs(model, finetune)[0]
         if finetune.method == "full" or is_adapter(path)
     )
 
 
 def step_gradients(config: ModularModelConfig, layout: Layout) -> tuple[Block, ...]:
-    """The gradients of the parameters that are trained: sharded as the moments that they go into."""
+    """The gradients of the parameters that are trained: sharded as the moments that they go into.
+
+    Adafactor's moments of matrices are replicated, so its gradients are sharded as the parameters.
+    """
     model: Any = config.model
     finetune: Any = config.finetune
-    return _gradients(model, finetune, item_size(config.precision.param_dtype), layout)
+    as_parameters = config.optimizer.name == "adafactor"
+    return _gradients(model, finetune, item_size(config.precision.param_dtype), layout, as_parameters)
 
 
 def _arguments(config: ModularModelConfig, layout: Layout) -> Iterator[Block]:

@@ -41,7 +41,7 @@ class MemoryEstimate:
       temporaries: the largest working set besides them; None if it is not known before compiling.
       padding: of the arguments to tiles.
       model_state: arrays that are not trained (codebooks).
-      moment: ``"loss"`` or ``"backward"``, the memory peak; ``""`` if only the arguments are known.
+      moment: ``"loss"``, ``"backward"`` or ``"update"``, the memory peak; ``""`` if only the arguments are known.
       exact: kinds that are exact, not modelled.
     """
 
@@ -130,14 +130,14 @@ def estimate_memory(config: ModularModelConfig, layout: Layout, target: Target) 
         )
     arguments = step_arguments(config, layout)
     need = working_set(config, layout, target, rows, arguments)
-    moment, gradients, temporaries = need.fullest
+    moment, gradients, activations, temporaries = need.fullest
     w = widths(config, layout, rows)
     by_kind = _by_kind(arguments, padded=target.pads_to_tiles)
     return MemoryEstimate(
         parameters=by_kind["parameters"],
         optimizer=by_kind["optimizer"],
         gradients=gradients,
-        activations=(_KEPT_OF_STAGE if inputs else 1) * need.kept + inputs * w.values(w.stream),
+        activations=(_KEPT_OF_STAGE if inputs else 1) * activations + inputs * w.values(w.stream),
         temporaries=temporaries + _scores_of_ring(config, layout, w),
         padding=by_kind["padding"],
         inputs=by_kind["inputs"],

@@ -15,18 +15,19 @@ from typing import Any
 
 from capibara.config import ModularModelConfig
 from capibara.config.sections import FinetuneSection, ModelSection
+from capibara.plan.memory.tiles import padded_bytes
 from capibara.plan.memory.widths import Widths
 
-__all__ = ["BlockType", "kept_of_turn", "recomputed_of_turn", "turns_of"]
+__all__ = ["BlockType", "kept_of_turn", "recomputed_of_turn", "scanned_rows", "scanned_states", "turns_of"]
 
-_TILE = 128
+# Positions a chunk of the state-space recurrence, as it is without measurements of one's own.
+CHUNK = 64
 # Of the values that blocks without rematerialisation keep, those that recomputed ones have: the compiler computes what
 # is elementwise where it is read.
 _RECOMPUTED = 0.4
 # Of a block that is not attention: values as wide as its own inner width that it keeps with its matrix products kept,
-# and without rematerialisation. A state-space block's recurrence keeps matrices between the tokens of a chunk in
-# float32.
-_OWN = {"ssm": (2.0, 36.0), "vq": (1.0, 4.0)}
+# and without rematerialisation in the compute dtype and in that of accumulation.
+_OWN = {"ssm": (2.0, 10.0, 7.0), "vq": (1.0, 4.0, 0.0)}
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,8 @@ def _kept(block: BlockType, config: ModularModelConfig, remat: str, w: Widths) -
     ``full``: what comes in. ``dots``: that and the results of its matrix products, but for the last, which only is
     added to; not those of experts, which are no plain products. ``none``: whatever the derivatives of its operations
     read: of each normalisation three values in the accumulation dtype and its result; of the feed-forward layer two
-    products, what its activation function reads and gives, and their product; of attention queries, keys and values,
-    before and after their rotation, padded to whole tiles, and the result.
+    products, what its activation function reads and gives, and their product; of attention queries and keys after
+    their rotation (which is linear), values, and the result, by heads and joined.
     """
     m, stream = config.model, w.values(w.stream)
     if remat == "full":
@@ -96,16 +97,29 @@ def _kept(block: BlockType, config: ModularModelConfig, remat: str, w: Widths) -
             streams = 1 + count("out") + (count("down") if m.norm_placement != "before" else 0)
             heads = count("query") * w.queries + (count("key") + count("value")) * w.keys
             return streams * stream + w.values(heads) + layer
-        wide = -(-w.head // _TILE) * _TILE / w.head
-        heads = w.values(w.queries * (1 + 2 * wide) + w.keys * (1 + wide))
+        heads = w.values(3 * w.queries + 2 * w.keys)
         if m.qk_norm != "none":
             heads += 3 * w.tokens * (w.queries + w.keys) * w.accumulate
         return _normalised(m, w) + layer + heads
-    with_products, whole = _OWN[block.kind]
+    with_products, narrow, wide = _OWN[block.kind]
     own = w.values(w.own[block.kind])
     if remat == "dots":
         return int(2 * stream + layer + with_products * own)
-    return int(_normalised(m, w) + layer + whole * own)
+    scan = (scanned_rows(w) + scanned_states(w)) if block.kind == "ssm" else 0
+    whole = narrow * own + wide * own * w.accumulate / w.compute
+    return int(_normalised(m, w) + layer + whole + scan)
+
+
+def scanned_rows(w: Widths) -> int:
+    """Bytes of a state-space block's channels as its recurrence takes them: in float32, in chunks, heads apart."""
+    heads, width, _ = w.scan
+    return padded_bytes((max(1, w.tokens // CHUNK), min(CHUNK, w.tokens), heads, width), 4)
+
+
+def scanned_states(w: Widths) -> int:
+    """Bytes of the states at the beginning of each chunk."""
+    heads, width, states = w.scan
+    return padded_bytes((max(1, w.tokens // CHUNK), heads, width, states), 4)
 
 
 def _layer(block: BlockType, config: ModularModelConfig, remat: str, w: Widths) -> int:
@@ -113,7 +127,9 @@ def _layer(block: BlockType, config: ModularModelConfig, remat: str, w: Widths) 
     if not block.experts:
         plain = config.model.mlp == "plain"
         if remat != "dots":
-            return int((6.5 if plain else 6.0) * w.values(w.inner))
+            # What a plain layer's activation function reads and gives is one product's.
+            narrow = plain and config.model.activation in ("silu", "relu")
+            return int((4.0 if narrow else 6.5 if plain else 6.0) * w.values(w.inner))
         count = _products(config.finetune, "up") + (0 if plain else _products(config.finetune, "gate"))
         return count * w.values(w.inner)
     mixture = w.mixture

@@ -33,7 +33,10 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Widths:
-    """One device's share of the model's widths, and bytes a number."""
+    """One device's share of the model's widths, and bytes a number.
+
+    ``scan``: heads of a state-space block, channels a head, and states a channel.
+    """
 
     tokens: int
     stream: int
@@ -46,6 +49,7 @@ class Widths:
     compute: int
     accumulate: int
     mixture: Mixture | None = None
+    scan: tuple[int, int, int] = (0, 0, 0)
 
     @property
     def one_dtype(self) -> bool:
@@ -70,6 +74,7 @@ def widths(config: ModularModelConfig, layout: Layout, rows: int) -> Widths:
 
     mine, length = share((rows, config.train.sequence_length), "batch", "sequence")
     head = m.resolved_head_dim
+    channels = share((m.ssm.expand * m.embed_dim,), "mlp")[0]
     return Widths(
         tokens=mine * length,
         stream=m.embed_dim,
@@ -77,11 +82,12 @@ def widths(config: ModularModelConfig, layout: Layout, rows: int) -> Widths:
         queries=share((m.num_heads,), "heads")[0] * head,
         keys=_keys(m, share((m.num_kv_heads,), "kv_heads")[0]),
         head=head,
-        own={"ssm": share((m.ssm.expand * m.embed_dim,), "mlp")[0], "vq": m.embed_dim},
+        own={"ssm": channels, "vq": m.embed_dim},
         words=share((m.vocab_size,), "vocab")[0],
         compute=item_size(p.compute_dtype),
         accumulate=item_size(p.accumulate_dtype),
         mixture=_mixture(config, layout, mine * length) if m.experts.count else None,
+        scan=(max(1, channels // m.ssm.head_dim), m.ssm.head_dim, m.ssm.state_dim),
     )
 
 

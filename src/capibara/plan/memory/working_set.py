@@ -1,6 +1,6 @@
 """The memory of a training step besides its arguments, at its peak.
 
-Two moments compete:
+Three moments compete:
 
 *The loss.* Every layer's values for the backward pass are stored, and the logits exist twice, as the product's output
 and in the accumulation dtype, together with the gathered vocabulary table. Many logits
@@ -12,8 +12,10 @@ last (in chunks: that gradient); and the working set of the block: its recompute
 wide as the residual stream, some as the feed-forward layer, and matrices: gathered weights, and gradients before they
 are scattered.
 
-In both cases, and until the end, there are copies of all blocks' parameters in the compute dtype: the compiler
-creates them once, before the loop.
+In both cases there are copies of all blocks' parameters in the compute dtype: the compiler creates them once, before
+the loop. Blocks of experts and state-space blocks are counted buffer by buffer, as the compiler's reports list them.
+
+*The update*, where moments are sharded and parameters replicated: the new parameters are gathered beside the old ones.
 
 The counts below are the numbers of such values that are live together. Those of stored values are the residuals that
 JAX's differentiation of a block saves. Those of a block's backward pass were fitted to the compiler's figures for the
@@ -36,7 +38,14 @@ from dataclasses import dataclass
 
 from capibara.config import ModularModelConfig
 from capibara.plan.memory.arguments import Block, is_base, item_size, step_gradients
-from capibara.plan.memory.kept import BlockType, kept_of_turn, recomputed_of_turn, turns_of
+from capibara.plan.memory.kept import (
+    BlockType,
+    kept_of_turn,
+    recomputed_of_turn,
+    scanned_rows,
+    scanned_states,
+    turns_of,
+)
 from capibara.plan.memory.tiles import padded_rows
 from capibara.plan.memory.widths import Widths, widths
 from capibara.plan.targets import Target
@@ -58,10 +67,13 @@ _ALIVE_ONE_DEFERRED = (3.0, 1.5, 1.0, 4.5, 1.0)
 # The compiler's option for which products it cuts into windows, and from where on that is none.
 _WINDOWS, _NO_WINDOWS_MIB = "xla_jf_spmd_threshold_for_windowed_einsum_mib", 10_000
 # Of a block that is not attention: values as wide as its own inner width that its backward pass has beside the others'.
-_OWN = {"ssm": 9.0, "vq": 2.0}
-# What a state-space block's backward pass has more of the same for each state of a channel beyond so many: states
-# between chunks, and their gradients (Mamba-2 of 130 million and 2.7 billion parameters on v5e; three programs).
-_STATES, _PER_STATE = 32, 1 / 5
+# Of a state-space block besides, in float32: what goes into its recurrence, what comes out, and their derivatives.
+_OWN = {"ssm": 8.0, "vq": 2.0}
+_SCANNED = 3.0
+# Where its channels are sharded over ``model``, the compiler gathers what goes into its norm (whose layout is
+# constrained), of all devices: so many arrays, half of them on their way; as many of its derivative, at the same time
+# where several such blocks are computed again together.
+_GATHERED = 2
 # Of the moments in the hosts' memory, what is here at the memory peak: the step begins by fetching them, and the
 # compiler moves that later, on v4 nearly all of it (four programs, so the least certain of these figures).
 _FETCHED, _FETCHED_V4 = 0.6, 0.2
@@ -74,15 +86,12 @@ _REPLACED = 0.2
 _CHUNKS = 32
 # Of the table's gradient at the loss: the sum so far, and the one with the chunk's.
 _SUMS = 1
-# Of a head with a table of its own: its gradient waits in the loop over blocks, or the logits' does, or both.
-_ALIVE_UNTIED, _ALIVE_UNTIED_LATE = (2.0, 0.0), (2.0, 2.0)
+# Where the gradient of the head's table is left for the end: that and the logits', in float32, wait in the loop.
+_ALIVE_LATE = (2.0, 2.0)
 # Of a plain feed-forward layer, in the counts of a gated one.
 _PLAIN = 0.67
 # Feed-forward matrices where adapters alone are trained: those gathered. None if they are codes.
 _FROZEN = 2.0
-# Of a mixture's backward pass: the matrices of its experts in the compute dtype; of the rows of its products the wider
-# ones in the dtypes of accumulation and of computing, and the narrower ones.
-_EXPERTS = (4.0, 3.0, 3.0, 1.0)
 _ALIVE_CHUNKS, _ALIVE_CHUNKS_SHARDED = (0.13, 1.5), (0.0, 1.5)
 _ALIVE_ONE_CHUNKS, _ALIVE_ONE_CHUNKS_SHARDED = (0.13, 0.8), (0.0, 0.4)
 
@@ -96,6 +105,7 @@ class WorkingSet:
       copies: of parameters, mostly the blocks' in the compute dtype. fetched: moments from the hosts' memory.
       sums: of gradients over microbatches. stacked: gradients of the blocks of one microbatch.
       loss, block: the two moments' own needs, beside these.
+      update: that of the update, beside the sums alone.
     """
 
     kept: int
@@ -105,14 +115,17 @@ class WorkingSet:
     stacked: int
     loss: int
     block: int
+    update: int = 0
 
     @property
-    def fullest(self) -> tuple[str, int, int]:
-        """The memory peak, and the bytes of gradients and temporaries at it."""
+    def fullest(self) -> tuple[str, int, int, int]:
+        """The memory peak, and the bytes of gradients, activations and temporaries at it."""
         block = self.block + self.fetched
+        if self.update > self.kept + self.copies + max(self.loss, block + self.stacked):
+            return "update", self.sums, 0, self.update
         if self.loss > block + self.stacked:
-            return "loss", self.sums, self.copies + self.loss
-        return "backward", self.sums + self.stacked, self.copies + block
+            return "loss", self.sums, self.kept, self.copies + self.loss
+        return "backward", self.sums + self.stacked, self.kept, self.copies + block
 
 
 def working_set(
@@ -133,7 +146,7 @@ def working_set(
     parameters = sum(b.bytes for b in stacks if b.item_size == stored and not is_base(b.path))
     frozen = config.finetune.method != "full"
     gradients = step_gradients(config, layout)
-    stacked = sum(b.bytes for b in gradients if b.path[0].endswith("blocks"))
+    stacked = sum(_stacked(b) for b in gradients if b.path[0].endswith("blocks"))
     every = sum(b.bytes for b in gradients)
     logits = w.values(w.words)
     table = w.words * w.stream * w.compute
@@ -149,34 +162,48 @@ def working_set(
         )
         words, more = sharded if _shards_vocab(layout) else chunked
         words, tables = (0.0 if layout.remat == "none" else words), tables + more
+        if layout.microbatches > 1:
+            tables += 1.0  # gathered once, before the loop over microbatches
         if frozen:
             scores -= int(_SUMS * w.words * w.stream * w.accumulate)
     else:
         # In the compute dtype and, where that is another one, in that of accumulation.
         scores = logits if w.one_dtype else logits + logits * w.accumulate // w.compute
-        if not m.tie_embeddings and not _shards_vocab(layout) and not frozen:
-            untied = _ALIVE_UNTIED_LATE if _late(layout, target) else _ALIVE_UNTIED
-            words, tables = max(words, untied[0]), max(tables, untied[1])
+        late = _late(layout, target) and not m.tie_embeddings
+        late |= target.generation in ("v4", "v5e") and layout.remat == "dots" and layout.microbatches == 1
+        if late and not _shards_vocab(layout) and not frozen:
+            words, tables = max(words, _ALIVE_LATE[0]), max(tables, _ALIVE_LATE[1])
     if frozen:
         matrices = _FROZEN if config.finetune.base == "none" else 0.0
         tables = 1.0 if chunks else 0.0
     loss = scores + table + 2 * w.values(w.stream)
 
-    own = dict(_OWN)
-    own["ssm"] += max(0, m.ssm.state_dim - _STATES) * _PER_STATE
+    own = {kind: count * w.values(w.own[kind]) for kind, count in _OWN.items()}
+    if "ssm" in m.block_kinds:
+        gathered = 0
+        if m.ssm.norm and _shards_vocab(layout):
+            gathered = (
+                _GATHERED * rows * config.train.sequence_length * m.ssm.expand * m.embed_dim * w.compute
+            )
+        scan = scanned_rows(w)
+        several = max(sum(block.kind == "ssm" for block in turn) for turn in turns) > 1
+        together = layout.remat != "none" and several
+        own["ssm"] += scanned_states(w) + (
+            2 * gathered + _SCANNED * scan if together else max(gathered + scan, _SCANNED * scan)
+        )
     if m.residual == "accumulate":
         stream *= w.accumulate / w.compute
 
     def peak(block: BlockType) -> int:
         """The working set of a block of this type."""
         if block.experts:
-            return _experts_peak(w)
+            return _experts_peak(w, 2 if _shards_vocab(layout) else 1)
         plain = _PLAIN if m.mlp == "plain" else 1.0
         return int(
             stream * w.values(w.stream)
             + plain * inner * w.values(w.inner)
             + plain * matrices * w.stream * (w.inner or w.own.get(block.kind, w.stream)) * w.compute
-            + (own[block.kind] * w.values(w.own[block.kind]) if block.kind in own else 0.0)
+            + own.get(block.kind, 0.0)
         )
 
     block = max(
@@ -185,8 +212,11 @@ def working_set(
     )
     block += int(words * logits + tables * table)
     copies = parameters * w.compute // stored if w.compute != stored else 0
-    if layout.rules != layout.optimizer_rules:
-        copies += int(_REPLACED * sum(b.bytes for b in arguments if b.kind == "parameters"))
+    update = 0
+    if layout.rules != layout.optimizer_rules and config.optimizer.name != "adafactor":
+        # Gathered from the devices that have updated their parts of them.
+        update = sum(b.bytes for b in arguments if b.kind == "parameters" and not is_base(b.path))
+        copies += int(_REPLACED * update)
     if not chunks and target.pads_to_tiles:
         copies += _lookup_copies(arguments)
     fetched = int(
@@ -202,7 +232,15 @@ def working_set(
         stacked=stacked,
         loss=loss,
         block=block,
+        update=update,
     )
+
+
+def _stacked(gradient: Block) -> int:
+    """Bytes of the gradients of a stack of blocks; those of experts are written by a kernel, row by row."""
+    if len(gradient.shape) == 4 and gradient.path[-1] in ("gate", "up", "down"):
+        return padded_rows(gradient.shape, gradient.item_size)
+    return gradient.bytes
 
 
 def _lookup_copies(arguments: tuple[Block, ...]) -> int:
@@ -218,18 +256,34 @@ def _lookup_copies(arguments: tuple[Block, ...]) -> int:
     )
 
 
-def _experts_peak(w: Widths) -> int:
-    """The working set of a mixture's backward pass."""
+def _experts_peak(w: Widths, model: int) -> int:
+    """The working set of a mixture's backward pass.
+
+    Beside the values of attention, at the fullest of four moments: the products by the second matrix (the derivative of
+    its rows, two recomputed inner values and a new one), by the first ones (both results and the rows that went in,
+    and the derivatives of both inner values), the sum over each token's experts, which with a ``model`` axis is
+    float32, and the reduction of the matrices' gradients.
+
+    Args:
+      w: of the device. model: devices that share each expert's matrices.
+    """
     mixture = w.mixture
     assert mixture is not None
-    matrices, wide, narrow, less = _EXPERTS
-    widest, other = max(w.stream, mixture.inner), min(w.stream, mixture.inner)
-    tokens = mixture.rows * w.stream * w.accumulate
-    return int(
-        matrices * mixture.held * w.stream * mixture.inner * w.compute
-        + mixture.rows * (widest * (wide * w.accumulate + narrow * w.compute) + less * other * w.compute)
-        + tokens // mixture.top
-    )
+    stream, inner = (mixture.rows * width * w.compute for width in (w.stream, mixture.inner))
+    matrix = mixture.held * w.stream * mixture.inner * w.compute
+    # Of all devices along the expert axis.
+    tokens = mixture.rows // mixture.top * w.stream
+    gathered = 2 * tokens * w.compute if mixture.held < mixture.count else 0
+    attention = w.values(4 * w.stream + 2 * (w.queries + w.keys))
+    moments = [
+        2 * stream + 3 * inner + 3 * matrix + gathered,
+        3 * stream + 2 * inner + 3 * matrix + gathered,
+        stream + 5 * matrix,
+    ]
+    if model > 1:
+        each = mixture.rows * w.stream * w.accumulate
+        moments.append(each + stream + 3 * inner + 3 * matrix + gathered // 2)
+    return attention + tokens * w.accumulate + max(moments)
 
 
 def _in_chunks(config: ModularModelConfig, w: Widths) -> bool:
