@@ -128,7 +128,7 @@ def test_texts_with_penalties_are_guessed(model: ModularCapibaraModel, draft: bo
         least = int(random.integers(0, 12))
         asked.append(
             Request(prompt, max_tokens=20, sampling=sampling, seed=number, logprobs=1, min_tokens=least,
-                    stop_tokens=tuple(range(8)) if number % 3 == 0 else ())
+                    stop_tokens=frozenset(range(8)) if number % 3 == 0 else frozenset())
         )  # fmt: skip
     want, before = written(model, asked, None)
     texts, statistics = written(model, asked, Speculation(3, draft=model if draft else None))

@@ -35,10 +35,9 @@ def adapter_part(name: str) -> Literal["a", "b"] | None:
     Those of a layer's ``weight`` are ``lora_a`` and ``lora_b``; those of a matrix of experts have its name in front:
     ``gate_lora_a``.
     """
-    for factor, part in ((_DOWN, "a"), (_UP, "b")):
-        if name == factor or name.endswith(f"_{factor}"):
-            return part
-    return None
+    if name == _DOWN or name.endswith(f"_{_DOWN}"):
+        return "a"
+    return "b" if name == _UP or name.endswith(f"_{_UP}") else None
 
 
 def factor_names(name: str) -> tuple[str, str]:
