@@ -15,7 +15,7 @@ __all__ = ["CASES", "run"]
 
 _SHARED = (
     "model.mlp=plain",
-    "model.activation=gelu",
+    "model.activation=relu",
     "model.vocab_size=32768",
     "model.tie_embeddings=true",
     "model.head_dim=256",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,6 +50,30 @@ def test_values_and_gradients(name: str, dtype: Any) -> None:
         np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), **CLOSE[dtype])
 
     jax.tree.map(check, found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_exact_gelu_of_half_width_against_its_definition(dtype: Any) -> None:
+    x = device_array(np.linspace(-9, 9, 4001), dtype)
+    gelu = on_tpu(jax_ops).gelu
+    out, slopes = jax.jit(
+        lambda x: (gelu(x, approximate=False), jax.grad(lambda x: gelu(x, approximate=False).sum())(x))
+    )(x)
+    exact = [(float(each), 0.5 * (1 + math.erf(float(each) / math.sqrt(2)))) for each in x]
+    close = {"rtol": float(jnp.finfo(dtype).eps), "atol": 1e-6}
+    assert (out.dtype, slopes.dtype) == (dtype, dtype)
+    np.testing.assert_allclose(out.astype(jnp.float32), [each * below for each, below in exact], **close)
+    density = [math.exp(-each * each / 2) / math.sqrt(2 * math.pi) for each, _ in exact]
+    wanted = [below + each * slope for (each, below), slope in zip(exact, density, strict=True)]
+    np.testing.assert_allclose(slopes.astype(jnp.float32), wanted, **close)
+
+
+def test_gelus_that_are_not_exact_or_not_of_half_width_are_the_same() -> None:
+    ops = on_tpu(jax_ops)
+    x = jnp.linspace(-9, 9, 101)
+    for approximate, dtype in ((True, jnp.bfloat16), (True, jnp.float32), (False, jnp.float32)):
+        found = ops.gelu(x.astype(dtype), approximate=approximate)
+        np.testing.assert_array_equal(found, jax.nn.gelu(x.astype(dtype), approximate=approximate))
 
 
 def test_other_operations_and_calls_outside_of_a_trace_are_the_same() -> None:

@@ -10,8 +10,10 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tpu_compiler import needs_libtpu
@@ -27,6 +29,8 @@ from capibara.plan.compiler import (
     compile_programs,
 )
 from capibara.plan.compiler.environment import Compiler, find_compiler
+from capibara.plan.compiler.schedule import read_scheduled
+from capibara.plan.program import read_program
 from capibara.plan.work import TrainWork
 from capibara.sharding import Layout
 
@@ -64,6 +68,65 @@ def test_a_program_its_memory_its_text_and_the_cache(cache):
     assert again.cached
     assert again.to_json() == found.to_json()
     assert again.text == found.text
+
+
+@needs_libtpu
+@pytest.mark.parametrize("view", ["chip", "core"])
+def test_a_scheduled_program_is_the_compiled_one_without_cycles(cache, view):
+    config = ModularModelConfig.from_toml(
+        "demo",
+        ["model.num_layers=2", "model.embed_dim=64", "model.num_heads=4", "model.num_kv_heads=4",
+         "model.vocab_size=512", "train.batch_size=8", "train.sequence_length=128"],
+    )  # fmt: skip
+    target = parse_slice("v4:2x2x1" if view == "chip" else "v4:1x1x2", view)
+    asked = TrainWork(config).job(Layout(mesh=MESH, remat="full"), target)
+    glance = compile_program(asked, cache=cache, schedule=True)
+    assert (glance.status, glance.complete, glance.cached) == ("ok", False, False)
+    assert glance.to_json() == compile_program(asked, cache=cache, schedule=True).to_json()
+    whole = compile_program(asked, cache=cache)
+    assert (whole.complete, whole.cached) == (True, False)
+    assert glance.memory is not None
+    assert whole.memory is not None
+    assert glance.memory.total == whole.memory.total
+    assert (glance.memory.arguments, glance.memory.kinds) == (whole.memory.arguments, whole.memory.kinds)
+    assert (glance.buffers, glance.program_hash) == (whole.buffers, whole.program_hash)
+    assert glance.coordinates == whole.coordinates
+    scheduled, compiled = read_program(glance.text), read_program(whole.text)
+    assert any(piece.cycles for piece in compiled.pieces)
+    assert not any(piece.cycles for piece in scheduled.pieces)
+    bare = [replace(piece, cycles=None) for piece in compiled.pieces]
+    assert [replace(piece, cycles=None) for piece in scheduled.pieces] == bare
+    # How they go round the links is decided with the machine code.
+    unknown: dict[str, Any] = {"algorithm": "", "ring_dims": 0, "cycles_hidden": 0}
+    assert list(scheduled.collectives) == [replace(each, **unknown) for each in compiled.collectives]
+    assert scheduled.schedule == compiled.schedule
+    # What was compiled is known as a whole from now on.
+    assert compile_program(asked, cache=cache, schedule=True).complete
+
+
+@needs_libtpu
+def test_what_does_not_fit_is_refused_when_it_is_scheduled(cache):
+    large = job("product", rows=1 << 26, width=512)
+    found = compile_program(large, cache=cache, schedule=True)
+    assert found.status == "oom"
+    assert compile_program(large, cache=cache).cached
+
+
+def test_a_schedule_is_read_when_it_is_written_as_a_whole(tmp_path):
+    report = "allocation 0: size 400, parameter 0, shape |f32[100]|\n"
+    report += "allocation 1: size 96, color 5, parameter 1, shape |f32[24]|\n"
+    report += "allocation 2: size 80, maybe-live-out:\nallocation 3: size 1000, preallocated-temp:\n"
+    text = "HloModule step\n\n%part (x: f32[]) -> f32[] {\n}\n\nENTRY %main () -> f32[] {\n  ROOT %x = f32[]\n}\n"
+    (tmp_path / "step.after_optimizations-buffer-assignment.txt").write_text(report)
+    path = tmp_path / "step.after_optimizations_after_buffer_assignment.txt"
+    for end in range(len(text) - 2):
+        path.write_text(text[:end])
+        assert read_scheduled(tmp_path) is None, text[:end]
+    path.write_text(text)
+    memory = Memory(arguments=400, outputs=80, aliased=0, temporaries=1000, host=96, kinds={"batch": 4})
+    assert read_scheduled(tmp_path, {"batch": 4}) == (memory, text)
+    (tmp_path / "step.after_optimizations-buffer-assignment.txt").write_text("")  # a full disk
+    assert read_scheduled(tmp_path) is None
 
 
 @needs_libtpu

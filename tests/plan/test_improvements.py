@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from tpu_compiler import needs_libtpu
@@ -76,6 +77,45 @@ def compiler(monkeypatch):
         module, "predict_step", lambda seconds, *_, **__: StepTime(seconds, 0, 0, 0, 0, 0, 0, ())
     )
     return asked, takes
+
+
+@pytest.fixture
+def compiled(compiler, monkeypatch):
+    """That compiler, which first schedules; the texts of what it was asked to compile."""
+    whole, found = vars(module)["compile_programs"], []
+
+    def compile_programs(jobs, *, schedule, **more):
+        for number, program in whole(jobs, schedule=schedule, **more):
+            if not schedule:
+                found.append(program.message)
+            yield number, replace(program, complete=not schedule) if program.fits else program
+
+    monkeypatch.setattr(module, "compile_programs", compile_programs)
+    return found
+
+
+def test_only_what_promises_most_is_compiled(compiler, compiled):
+    _, takes = compiler
+    takes.update(
+        {
+            "precision.compute_dtype": (0.5, 10),
+            "model.vocab_size": (0.9, 10),
+            "4 microbatches": (1.85, 10),
+            "train.batch_size": (1.6, 5000),
+        }
+    )
+    found = find_improvements(config(), best(), limit_bytes=100 << 20, most=1)
+    assert [one.settings for one in found] == [("precision.compute_dtype=bfloat16",)]
+    assert sorted(compiled) == ["0.5", "0.9"]  # two at a time
+    compiled.clear()
+    assert len(find_improvements(config(), best(), limit_bytes=100 << 20, most=3)) == 3
+    assert sorted(compiled) == ["0.5", "0.9", "1.85"]
+    # Beside a plan whose cycles are twice its roofline all take twice as long.
+    compiled.clear()
+    slow = replace(best(), program=CompiledProgram(status="ok", message="0.5"))
+    (first, *_) = find_improvements(config(), slow, limit_bytes=100 << 20, most=1)
+    assert first.speed == 2.0
+    assert sorted(compiled) == ["0.5", "0.9"]
 
 
 def test_what_helps_most_is_named_first(compiler):

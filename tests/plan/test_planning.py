@@ -190,6 +190,90 @@ def test_the_search_learns_from_what_it_compiled(compiled_at_once):
     assert found.considered == 16
 
 
+@pytest.fixture
+def scheduled_first(monkeypatch):
+    """A compiler that schedules at a glance; what it was asked to compile, and what of that fails."""
+    from capibara.plan.compiler import CompiledProgram, Memory
+
+    asked: list[Layout] = []
+    failing: list[Layout] = []
+    known: list[Layout] = []
+
+    def compile_programs(jobs, *, schedule, **_):
+        for number, layout in enumerate(jobs):
+            whole = not schedule or layout in known
+            if not schedule:
+                asked.append(layout)
+            if whole and layout in failing:
+                yield number, CompiledProgram(status="error", message="no registers are left")
+                continue
+            memory = Memory(arguments=0, outputs=0, aliased=0, temporaries=layout.microbatches << 20)
+            yield number, CompiledProgram(status="ok", memory=memory, complete=whole)
+
+    monkeypatch.setattr("capibara.plan.search.best_first.compile_programs", compile_programs)
+    return SimpleNamespace(asked=asked, failing=failing, known=known)
+
+
+_TWO_STAGES = [
+    Layout(mesh=(("data", 4),), remat=remat, microbatches=count)
+    for remat in ("none", "full")
+    for count in range(1, 5)
+]
+
+
+def _in_two_stages(glances: dict[Layout, float], cycles: dict[Layout, float], most: int = 8):
+    known = Known(dict.fromkeys(glances, (0.0, 0)), {k: Rough({"all": 1}, 1.0, 0.0, 0.0) for k in glances})
+    return search(
+        known,
+        parse_slice("v4:2x2x1"),
+        lambda program, k: cycles[k],
+        glance_of=lambda program, k: glances[k],
+        limit_bytes=1 << 30,
+        max_compiles=most,
+    )
+
+
+def test_what_is_scheduled_is_compiled_while_it_may_be_the_best(scheduled_first):
+    """Cycles make what is recomputed slower than rooflines say, as much in all layouts."""
+    glances = {k: 1 + k.microbatches / 8 + (0.05 if k.remat == "none" else 0.0) for k in _TWO_STAGES}
+    cycles = {k: t * (1.2 if k.remat == "none" else 1.4) for k, t in glances.items()}
+    found = _in_two_stages(glances, cycles)
+    best = min(cycles, key=lambda k: cycles[k])
+    assert glances[best] > min(glances.values())
+    assert found.fitting[0].layout == best
+    # The two whose ratios teach all others; no other promises as much.
+    assert len(scheduled_first.asked) == len(found.compiled) == 2
+    assert {k.remat for k in scheduled_first.asked} == {"none", "full"}
+    assert len(found.scheduled) > 2
+    for one in found.scheduled:
+        assert one.seconds == pytest.approx(cycles[one.layout])
+        assert one.glance == glances[one.layout]
+    # A compiled program in the cache changes nothing of what is chosen.
+    scheduled_first.known += [k for k in _TWO_STAGES if k.microbatches < 3]
+    assert _in_two_stages(glances, cycles).fitting[0].layout == best
+
+
+def test_what_fails_when_it_is_compiled_gives_way(scheduled_first):
+    glances = {k: 1 + k.microbatches / 8 + (0.5 if k.remat == "none" else 0.0) for k in _TWO_STAGES}
+    first, second, third = sorted(glances, key=lambda k: glances[k])[:3]
+    scheduled_first.failing += [first, second]
+    found = _in_two_stages(glances, glances)
+    assert found.fitting[0].layout == third
+    assert [c.layout for c in found.compiled if c.program.status == "error"] == [first, second]
+    assert set(scheduled_first.asked[:2]) == {first, second}
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_no_more_is_compiled_than_may_be(scheduled_first, most):
+    glances = dict.fromkeys(_TWO_STAGES, 1.0)
+    found = _in_two_stages(glances, {k: 1.0 - n / 1000 for n, k in enumerate(_TWO_STAGES)}, most)
+    assert len(found.looked_at) <= most
+    assert len(scheduled_first.asked) <= most
+    assert found.fitting
+    if most == 1:
+        assert found.scheduled == []
+
+
 def _searched(rough: dict[Layout, float], real: dict[Layout, float], **more) -> list[Layout]:
     guesses = {k: Rough({"all": k.microbatches << 20}, t, 0.0, 0.0) for k, t in rough.items()}
     known = Known({k: (t, 0) for k, t in real.items()}, guesses)

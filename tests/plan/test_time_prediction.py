@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from capibara.plan import PlanError
 from capibara.plan.program import Collective, Kernel, Piece, ProgramFacts, read_program
 from capibara.plan.slices import parse_slice
-from capibara.plan.time import Constants, predict_step
+from capibara.plan.time import Constants, Part, StepTime, predict_step
 
 HLO = Path(__file__).parent / "hlo"
 CUBE = parse_slice("v4:4x4x4")
@@ -55,6 +55,31 @@ def test_without_cycles_the_roofline_counts() -> None:
     assert seconds((("piece", 0),), [piece(None, 1000, 10**9)]) == pytest.approx(10**9 / bandwidth)
     kernel = Kernel("tpu_custom_call", 1, 10**12, 1000, "")
     assert seconds((("kernel", 0),), (), (), [kernel]) == pytest.approx(10**12 / peak)
+
+
+def test_cycles_can_be_left_out() -> None:
+    peak = CUBE.chip.peak("bfloat16")
+    work = (("piece", 0),), [piece(10**9, 10**12, 1000)]
+    assert seconds(*work, cycles=False) == pytest.approx(10**12 / peak)
+    assert seconds(*work) == pytest.approx(10**9 / CUBE.clock_hz)
+
+
+@given(st.floats(0.1, 10), st.floats(0, 10), st.floats(0, 10), st.floats(0, 100))
+def test_a_slower_time_has_more_work_on_the_device(
+    compute: float, memory: float, links: float, asked: float
+) -> None:
+    parts = (
+        Part("products", compute, "roofline"),
+        Part("other", memory, "roofline"),
+        Part("gather", links, "links"),
+    )
+    time = StepTime(compute + memory + links, 0.0, 50.0, compute, memory, links, 0.5, parts)
+    slower = time.slower(asked)
+    assert slower.seconds == pytest.approx(max(time.seconds, asked))
+    assert sum(part.seconds for part in slower.parts) == pytest.approx(slower.seconds)
+    assert slower.compute + slower.memory + slower.communication == pytest.approx(slower.seconds)
+    assert (slower.communication, slower.hidden, slower.low) == (links, 0.5, 0.0)
+    assert slower.high - slower.seconds == pytest.approx(time.high - time.seconds)
 
 
 def test_loops_multiply() -> None:

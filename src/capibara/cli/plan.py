@@ -347,7 +347,8 @@ def _progress(most: int, *, quiet: bool) -> Iterator[Callable[[str, Layout, Any]
             )
             words = {"oom": "does not fit", "error": "failed"}
             size = size_text(program.memory.total) if program.memory else words[program.status]
-            bar.console.print(f"{layout}: {size} ({took})", soft_wrap=True)
+            stage = "" if program.complete else "scheduled, "
+            bar.console.print(f"{layout}: {size} ({stage}{took})", soft_wrap=True)
             bar.advance(task)
 
         yield step

@@ -51,6 +51,12 @@ class Candidate:
     program: CompiledProgram | None = field(default=None, repr=False, compare=False)
 
     @property
+    def scheduled(self) -> bool:
+        """Whether the compiler scheduled it, but made no machine code, so that its time is that of its roofline and of
+        what cycles made of the compiled layouts'."""
+        return self.program is not None and not self.program.complete
+
+    @property
     def hbm_bytes(self) -> int:
         """Memory that one device needs, in bytes."""
         return sum(self.memory.values())
@@ -123,4 +129,5 @@ class Candidate:
             "program_hash": self.program_hash,
             "versions": dict(self.versions or {}),
             "compile_seconds": self.compile_seconds,
+            "scheduled": self.scheduled,
         }

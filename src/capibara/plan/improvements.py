@@ -7,7 +7,7 @@ to choose them. Each is compiled in the planned layout.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,8 @@ _LANES = 128
 _MOST_UNROLLED = 16
 # Of the rate, what is at least worth a change.
 _WORTH = 1.005
+# What is scheduled may be so much faster than its schedule and its relative's cycles say.
+_ROUGH = 1.02
 
 # What is told of is the proposal, whose text are its settings.
 Progress = Callable[[str, Any, CompiledProgram | None], None]
@@ -83,7 +85,8 @@ def find_improvements(
     Args:
       config: what was planned. best: its compiled candidate.
       limit_bytes: that a device may use.
-      most: how many are named, of all that help; all proposals are compiled.
+      most: how many are named, of all that help. All proposals are scheduled, and the most promising compiled: each
+        that is named was.
       fixed: settings that must not change, such as sizes of a published model.
       cache: of compiled results. workers: parallel compilations.
       progress: called with ``"start"`` or ``"done"``, a proposal (its text are its settings), and the compiled program.
@@ -93,36 +96,68 @@ def find_improvements(
     """
     asked = [each for each in _proposals(config, best.layout) if not each.keys & set(fixed)]
     target = best.target
-    found: list[Improvement] = []
     works = [TrainWork(each.config) for each in asked]
-
-    def started(number: int) -> None:
-        if progress is not None:
-            progress("start", asked[number], None)
-
     jobs = [work.job(each.layout, target) for work, each in zip(works, asked, strict=True)]
     rate = _rate(best.tokens, best.step_seconds)
-    with contextlib.closing(compile_programs(jobs, cache=cache, workers=workers, started=started)) as results:
-        for number, program in results:
-            each, tokens = asked[number], works[number].tokens
+
+    def seconds_of(program: CompiledProgram, layout: Layout, cycles: bool) -> float:
+        facts = read_program(program.text)
+        return predict_step(facts, target, layout.mesh, places=program.coordinates, cycles=cycles).seconds
+
+    # What cycles make of the roofline's time, of the same model in the same layout.
+    ratio = 1.0
+    if best.program is not None and (glance := seconds_of(best.program, best.layout, False)):
+        ratio = best.step_seconds / glance
+
+    def look(chosen: Sequence[int], schedule: bool) -> Iterator[tuple[int, bool, Improvement]]:
+        def started(number: int) -> None:
             if progress is not None:
-                progress("done", each, program)
-            if program.memory is None or program.memory.total > limit_bytes:
-                continue
-            time = predict_step(
-                read_program(program.text), target, each.layout.mesh, places=program.coordinates
+                progress("start", asked[chosen[number]], None)
+
+        with contextlib.closing(
+            compile_programs(
+                [jobs[number] for number in chosen],
+                cache=cache,
+                workers=workers,
+                started=started,
+                schedule=schedule,
             )
-            found.append(
-                Improvement(
+        ) as results:
+            for place, program in results:
+                number = chosen[place]
+                each, tokens = asked[number], works[number].tokens
+                if progress is not None:
+                    progress("done", each, program)
+                if program.memory is None or program.memory.total > limit_bytes:
+                    continue
+                seconds = seconds_of(program, each.layout, program.complete)
+                seconds *= 1.0 if program.complete else ratio
+                one = Improvement(
                     words=each.words,
                     settings=each.settings,
                     layout=each.layout,
                     hbm_bytes=program.memory.total,
-                    seconds=time.seconds,
+                    seconds=seconds,
                     tokens=tokens,
-                    speed=_rate(tokens, time.seconds) / rate,
+                    speed=_rate(tokens, seconds) / rate,
                 )
-            )
+                yield number, program.complete, one
+
+    found: list[Improvement] = []
+    promises: list[tuple[float, int]] = []
+    for number, complete, one in look(range(len(asked)), True):
+        if complete:
+            found.append(one)
+        else:
+            promises.append((one.speed, number))
+    promises.sort(reverse=True)
+    while promises:
+        named = sorted((one.speed for one in found if one.speed >= _WORTH), reverse=True)[:most]
+        least = named[-1] if len(named) == most else _WORTH
+        if promises[0][0] * _ROUGH < least:
+            break
+        now, promises = promises[:2], promises[2:]
+        found += [one for _, _, one in look([number for _, number in now], False)]
     better = sorted((one for one in found if one.speed >= _WORTH), key=lambda one: -one.speed)
     return tuple(better[:most])
 

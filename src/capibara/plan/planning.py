@@ -44,6 +44,7 @@ class Plan:
       candidates: those that fit, the fastest first.
       refused: layouts that the compiler refused, with its messages.
       considered, promising, compiled: numbers of layouts in total, that might fit, and that were compiled.
+      scheduled: number of further layouts that the compiler scheduled, but made no machine code for.
       notes: caveats, such as that nothing was compiled or that no price is known.
       least_memory: the least memory that the compiler fits the best candidate into, if that was asked for and is less
         than what it takes otherwise.
@@ -61,6 +62,7 @@ class Plan:
     considered: int = 0
     promising: int = 0
     compiled: int = 0
+    scheduled: int = 0
     notes: tuple[str, ...] = ()
     config: ModularModelConfig | None = field(default=None, repr=False)
     config_name: str | None = None
@@ -134,6 +136,7 @@ class Plan:
             "considered": self.considered,
             "promising": self.promising,
             "compiled": self.compiled,
+            "scheduled": self.scheduled,
             "notes": list(self.notes),
             "config": None if self.config is None else self.config.to_dict(),
             "candidates": [candidate.to_json() for candidate in self.candidates],
@@ -195,8 +198,9 @@ def plan(
     """Find the fastest way to run a step on a TPU slice, without the hardware.
 
     Hundreds of layouts (mesh, sharding, rematerialisation, microbatches, optimizer sharding, offload) are ranked by
-    rough estimates; the real TPU compiler (``libtpu``, ahead of time, in separate processes) compiles the best of
-    them. HBM is the compiler's figure; the time is predicted from the compiled program (:mod:`capibara.plan.time`).
+    rough estimates; the real TPU compiler (``libtpu``, ahead of time, in separate processes) schedules the best of
+    them, which takes some seconds each, and compiles the best of those. HBM is the compiler's figure; the time is
+    predicted from the compiled program (:mod:`capibara.plan.time`).
 
     Args:
       work: a configuration, its name or path (as ``ModularModelConfig.from_toml``), or a :class:`Work`.
@@ -206,7 +210,7 @@ def plan(
         smaller that are a little too large; training is told by the layout's flags.
       compile: whether to compile; otherwise figures are estimates and labelled as such. By default if the TPU
         compiler is installed; without it the plan is an estimate, whose notes say how to install it.
-      max_compiles: maximum number of layouts to compile. top: how many to report.
+      max_compiles: maximum number of layouts that the compiler sees. top: how many to report.
       keep: settings of the configuration that a plan otherwise chooses, and shall not: any of
         :data:`capibara.plan.narrowed.LAYOUT_SETTINGS`, such as ``"model.remat"``.
       least_memory: also find the least memory that the compiler fits the best layout into, and its step time; a few
@@ -248,15 +252,26 @@ def plan(
         store = ProgramCache(cache)
         times: dict[Layout, StepTime] = {}
 
-        def seconds_of(program: CompiledProgram, layout: Layout) -> float:
+        glances: dict[Layout, StepTime] = {}
+
+        def time_of(program: CompiledProgram, layout: Layout, cycles: bool) -> StepTime:
             facts = read_program(program.text)
-            times[layout] = predict_step(facts, target, layout.mesh, places=program.coordinates)
+            return predict_step(facts, target, layout.mesh, places=program.coordinates, cycles=cycles)
+
+        def seconds_of(program: CompiledProgram, layout: Layout) -> float:
+            times[layout] = time_of(program, layout, True)
             return times[layout].seconds
+
+        def glance_of(program: CompiledProgram, layout: Layout) -> float:
+            if layout not in glances:
+                glances[layout] = time_of(program, layout, False)
+            return glances[layout].seconds
 
         found = search(
             narrowed,
             target,
             seconds_of,
+            glance_of=glance_of,
             limit_bytes=limit,
             max_compiles=max_compiles,
             workers=workers,
@@ -269,9 +284,24 @@ def plan(
             )
             for each in found.fitting
         ]
+        candidates += [
+            _compiled_candidate(
+                task,
+                target,
+                each.layout,
+                each.program,
+                each.rough.memory,
+                glances[each.layout].slower(each.seconds or 0.0),
+                price,
+            )
+            for each in found.scheduled
+        ]
+        # The best is compiled, whatever the others promise.
+        candidates[1:] = sorted(candidates[1:], key=lambda one: one.step_seconds)
         refused = tuple((c.layout, c.program.message) for c in found.compiled if c.seconds is None)
         _check(found, narrowed, target, limit)
         counts = (found.considered, found.promising, len(found.compiled))
+        scheduled = len(found.scheduled)
         if least_memory:
             first = found.fitting[0]
             try:
@@ -310,7 +340,7 @@ def plan(
                 "known only to the compiler"
             )
         candidates, counts = _uncompiled(narrowed, target, limit, price)
-        refused = ()
+        refused, scheduled = (), 0
     return Plan(
         work=task.title,
         target=target,
@@ -320,6 +350,7 @@ def plan(
         considered=counts[0],
         promising=counts[1],
         compiled=counts[2],
+        scheduled=scheduled,
         notes=tuple(notes),
         config=task.config if isinstance(task, TrainWork) else None,
         config_name=os.fspath(work) if isinstance(work, str | os.PathLike) else None,

@@ -60,9 +60,14 @@ class ProgramCache:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         self.folder = base / "capibara" / "programs" if folder is None else Path(folder)
 
-    def key(self, job: Job, compiler: Compiler) -> str:
-        """A hash of the job, of the versions that compile it and of the code that builds it."""
+    def key(self, job: Job, compiler: Compiler, *, schedule: bool = False) -> str:
+        """A hash of the job, of the versions that compile it and of the code that builds it.
+
+        Args:
+          schedule: that of the program without machine code.
+        """
         facts = {
+            **({"stage": "schedule"} if schedule else {}),
             "job": job.to_json(),
             "libtpu": compiler.version,
             "jax": importlib.metadata.version("jax"),

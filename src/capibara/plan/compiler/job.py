@@ -113,6 +113,7 @@ class CompiledProgram:
       lower_seconds, compile_seconds: times of the first compilation.
       text_path: the compiled program's text, compressed; None unless it compiled.
       cached: whether it was found in the cache.
+      complete: whether machine code was made for it. If not, its text is without the cycles of its operations.
     """
 
     status: Literal["ok", "oom", "error"]
@@ -128,6 +129,7 @@ class CompiledProgram:
     compile_seconds: float = 0.0
     text_path: Path | None = None
     cached: bool = False
+    complete: bool = True
 
     @property
     def fits(self) -> bool:
@@ -159,7 +161,7 @@ class CompiledProgram:
         data = {key: getattr(self, key) for key in ("status", "needed_bytes", "message", "program_hash")}
         data |= {"lower_seconds": self.lower_seconds, "compile_seconds": self.compile_seconds}
         data |= {"versions": dict(self.versions), "buffers": [dict(each) for each in self.buffers]}
-        data["lines"] = dict(self.lines)
+        data |= {"lines": dict(self.lines), "complete": self.complete}
         data["coordinates"] = [list(each) for each in self.coordinates]
         data["memory"] = (
             None if self.memory is None else {**asdict(self.memory), "kinds": dict(self.memory.kinds)}
@@ -198,6 +200,7 @@ class CompiledProgram:
                 lines={str(place): str(line) for place, line in data.get("lines", {}).items()},
                 text_path=text_path if rest["status"] == "ok" else None,
                 cached=cached,
+                complete=bool(data.get("complete", True)),
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(f"this is not a result of a compilation: {error!r}") from None

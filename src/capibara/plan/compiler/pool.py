@@ -38,16 +38,20 @@ def default_workers() -> int:
 
 
 def compile_program(
-    job: Job, *, cache: ProgramCache | None = None, timeout: float = 1800.0
+    job: Job, *, cache: ProgramCache | None = None, timeout: float = 1800.0, schedule: bool = False
 ) -> CompiledProgram:
     """Compile one program, or find it in the cache.
+
+    Args:
+      schedule: stop when it is scheduled, after seconds: its memory is the compiler's, and its text is without cycles
+        (unless the compiler gives no such text, or the cache has the whole).
 
     Raises:
       CompilerMissingError: the TPU compiler is not installed.
       CompilationError: the process died or took longer than ``timeout`` seconds. A program that the compiler refuses is
         a result, not an error.
     """
-    with contextlib.closing(_results([job], cache, None, timeout, None)) as results:
+    with contextlib.closing(_results([job], cache, None, timeout, None, schedule)) as results:
         _, found = next(results)
     if isinstance(found, CompilationError):
         raise found
@@ -61,6 +65,7 @@ def compile_programs(
     workers: int | None = None,
     timeout: float = 1800.0,
     started: Callable[[int], None] | None = None,
+    schedule: bool = False,
 ) -> Generator[tuple[int, CompiledProgram], None, None]:
     """Compile programs in parallel; yields ``(index of the job, result)`` as each is done.
 
@@ -70,12 +75,13 @@ def compile_programs(
     Args:
       workers: how many at a time; by default :func:`default_workers`.
       started: called with a job's index when its process starts (not for cached results).
+      schedule: as for :func:`compile_program`.
 
     Raises:
       CompilerMissingError: the TPU compiler is not installed.
       PlanError: the number of workers is invalid, or the cache's folder is not writable.
     """
-    with contextlib.closing(_results(jobs, cache, workers, timeout, started)) as results:
+    with contextlib.closing(_results(jobs, cache, workers, timeout, started, schedule)) as results:
         for number, found in results:
             if isinstance(found, CompilationError):
                 found = CompiledProgram(status="error", message=str(found))
@@ -88,6 +94,7 @@ def _results(
     workers: int | None,
     timeout: float,
     started: Callable[[int], None] | None,
+    schedule: bool,
 ) -> Generator[tuple[int, CompiledProgram | CompilationError], None, None]:
     if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 1):
         raise PlanError(f"workers={workers!r} must be an integer of at least 1")
@@ -96,7 +103,10 @@ def _results(
     waiting: list[tuple[int, Job, str]] = []
     for number, job in enumerate(jobs):
         key = cache.key(job, compiler)
-        if (found := cache.get(key)) is not None:
+        found = cache.get(key)
+        if found is None and schedule:
+            found = cache.get(cache.key(job, compiler, schedule=True))
+        if found is not None:
             yield number, found
         else:
             waiting.append((number, job, key))
@@ -110,7 +120,7 @@ def _results(
         if started is not None and not running.stopped:
             started(number)
         try:
-            return _run(job, key, compiler, cache, running, timeout)
+            return _run(job, key, compiler, cache, running, timeout, schedule)
         except CompilationError as error:
             return error
 
@@ -168,12 +178,18 @@ class _Running:
 
 
 def _run(
-    job: Job, key: str, compiler: Compiler, cache: ProgramCache, running: _Running, timeout: float
+    job: Job,
+    key: str,
+    compiler: Compiler,
+    cache: ProgramCache,
+    running: _Running,
+    timeout: float,
+    schedule: bool,
 ) -> CompiledProgram:
     if running.stopped:
         raise CompilationError("stopped")
     with work_folder() as folder:
-        with worker(job, folder, compiler) as process:
+        with worker(job, folder, compiler, schedule=schedule) as process:
             running.add(process)
             try:
                 code = process.wait(timeout)
@@ -189,6 +205,8 @@ def _run(
         if result.status == "error":
             # The reason may lie outside of what the key knows (a missing file …): not kept.
             return result
+        if not result.complete:
+            key = cache.key(job, compiler, schedule=True)
         _, text = cache.paths(key)
         try:
             if result.status == "ok":

@@ -26,15 +26,22 @@ _NO_TPU = re.compile(
 
 
 @contextlib.contextmanager
-def worker(job: Job, folder: Path, compiler: Compiler) -> Iterator[subprocess.Popen[bytes]]:
+def worker(
+    job: Job, folder: Path, compiler: Compiler, *, schedule: bool = False
+) -> Iterator[subprocess.Popen[bytes]]:
     """A process of :mod:`capibara.plan.compiler.worker` that runs a job in an empty folder.
+
+    With ``schedule`` it ends when the program is scheduled.
 
     It ends with the block, and with this process however it ends: its standard input is then closed.
     """
     (folder / "job.json").write_text(json.dumps(job.to_json()))
     with open(folder / "words", "wb") as words:
         process = subprocess.Popen(
-            [sys.executable, "-m", "capibara.plan.compiler.worker", str(folder), "--until-stdin-ends"],
+            [
+                *(sys.executable, "-m", "capibara.plan.compiler.worker", str(folder), "--until-stdin-ends"),
+                *(["--schedule"] if schedule else []),
+            ],
             env=compiler.environment(),
             stdin=subprocess.PIPE,
             stdout=words,

@@ -1,8 +1,9 @@
-"""The process that compiles: ``python -m capibara.plan.compiler.worker FOLDER [--until-stdin-ends]``.
+"""The process that compiles: ``python -m capibara.plan.compiler.worker FOLDER [--until-stdin-ends] [--schedule]``.
 
 ``FOLDER/job.json`` is the job; ``FOLDER/result.json`` and ``FOLDER/program.hlo.gz`` are the results. The exit code is
 0 if there is a result, including that of a program that does not fit. With ``--until-stdin-ends``, neither it nor the
-folder outlives the process that started it with a pipe, however that process ends.
+folder outlives the process that started it with a pipe, however that process ends. With ``--schedule`` it ends when the
+program is scheduled, and makes no machine code (:mod:`capibara.plan.compiler.schedule`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from capibara.files import replace_file
 from capibara.plan.compiler.buffers import buffers_of_message, read_buffers, read_heap
 from capibara.plan.compiler.folders import remove_folder
 from capibara.plan.compiler.job import CompiledProgram, Job, Memory
+from capibara.plan.compiler.limits import LIMIT
+from capibara.plan.compiler.schedule import watch
 from capibara.plan.errors import PlanError
 from capibara.plan.program import Frames
 from capibara.plan.program.digest import program_digest
@@ -38,19 +41,21 @@ _LONGEST = 4000
 _MOST_LINES, _LONGEST_LINE = 10_000, 300
 _KERNEL = "tpu_custom_call"
 _ROOM = 1 << 20
+# A program that does not fit is refused right after it is scheduled.
+_REFUSAL_SECONDS = 10.0
 
 
-def main(folder: str) -> int:
+def main(folder: str, schedule: bool = False) -> int:
     """Compile the folder's job."""
     place = Path(folder)
     job = Job.from_json(json.loads((place / "job.json").read_bytes()))
-    result = run(job, place)
+    result = run(job, place, schedule=schedule)
     replace_file(place / "result.json", json.dumps(result.to_json()))
     return 0
 
 
-def run(job: Job, folder: Path) -> CompiledProgram:
-    """Lower and compile in this process."""
+def run(job: Job, folder: Path, *, schedule: bool = False) -> CompiledProgram:
+    """Lower and compile in this process; with ``schedule``, that may end with the result once it is scheduled."""
     from capibara.plan.compiler.devices import describe_mesh
     from capibara.plan.compiler.environment import find_compiler
 
@@ -80,9 +85,34 @@ def run(job: Job, folder: Path) -> CompiledProgram:
         "program_hash": program_hash,
         "lower_seconds": lowering,
     }
+    refused = threading.Event()
+    if schedule:
+        kinds = workload.bytes_by_kind()
+
+        def scheduled(memory: Memory, text: str) -> None:
+            too_large = memory.total > int(job.options.get(LIMIT, "0")) << 20
+            if too_large and refused.wait(_REFUSAL_SECONDS):
+                return
+            seconds = time.perf_counter() - start
+            found = CompiledProgram(
+                status="ok",
+                complete=False,
+                memory=memory,
+                buffers=read_buffers(dump, source.line),
+                compile_seconds=seconds,
+                **known,
+            )
+            if (reason := _write_text(folder, text)) is not None:
+                found = CompiledProgram(status="error", message=reason, compile_seconds=seconds, **known)
+            replace_file(folder / "result.json", json.dumps(found.to_json()))
+            os._exit(0)  # the compiler cannot be stopped otherwise
+
+        watch(dump, kinds, refused, scheduled)
     try:
         compiled = lowered.compile(compiler_options=options)
+        refused.set()
     except Exception as error:
+        refused.set()
         text = str(error)
         out_of_memory = "RESOURCE_EXHAUSTED" in text and ("hbm" in text.lower() or "memory" in text.lower())
         return CompiledProgram(
@@ -218,4 +248,4 @@ def _end_with_stdin(folder: str) -> None:
 if __name__ == "__main__":
     if "--until-stdin-ends" in sys.argv[2:]:
         threading.Thread(target=_end_with_stdin, args=sys.argv[1:2], daemon=True).start()
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], schedule="--schedule" in sys.argv[2:]))

@@ -93,7 +93,7 @@ def _row(rank: int, c: Candidate, scale: int, tick: float) -> Sequence[str]:
         c.layout.remat,
         str(c.layout.microbatches),
         f"{c.hbm_bytes / scale:.2f}",
-        _digits(c.step_seconds / tick),
+        ("~" if c.scheduled else "") + _digits(c.step_seconds / tick),
         f"{_digits(c.time.low / tick)}–{_digits(c.time.high / tick)}",
         _number(c.tokens_per_second),
         "" if c.mfu is None else f"{c.mfu:.1%}",
@@ -164,6 +164,7 @@ def _footer(plan: Plan) -> list[str]:
     lines = [
         f"{plan.considered} layouts, {plan.promising} may fit, {plan.compiled} compiled"
         + (f", {len(plan.refused)} of them refused" if plan.refused else "")
+        + (f", {plan.scheduled} more scheduled (~: time without cycles)" if plan.scheduled else "")
     ]
     price = plan.candidates[0].price if plan.candidates else None
     if price is not None:

@@ -1,16 +1,21 @@
-"""Compile the most promising layout, correct the rough estimates by the result, and repeat.
+"""Have the most promising layouts scheduled, correct the rough estimates by the results, and compile the best.
 
-Rough estimates rank a few hundred layouts in milliseconds; the compiler takes half a minute for one. So the search
-compiles the best of several meshes and of each rematerialisation first, corrects the rough time and memory of every
-other layout by the results of its nearest compiled relatives, and continues while a layout that is not compiled yet may
-be better than the best compiled one. All results were compiled.
+Rough estimates rank a few hundred layouts in milliseconds. In some seconds the compiler fuses, orders and places all
+operations of one, which gives its memory, and its time at the roofline of every operation; a minute of machine code
+later it gives the cycles, too. So the search
+
+1. has the best of several meshes and of each rematerialisation scheduled, corrects the rough time and memory of every
+   other layout by the results of its nearest relatives, and continues while a layout that is not scheduled yet may be
+   better than the best of those that are;
+2. has the best of these compiled, corrects the times of the others by what the cycles make of their relatives', and
+   continues while one that is only scheduled may be better than the best compiled one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
 
 from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_programs
@@ -20,6 +25,10 @@ from capibara.sharding import Layout
 
 __all__ = ["Compiled", "Search", "search"]
 
+# A scheduled layout is compiled, too, if it promises no more than the best compiled one times this.
+_CLOSE = 1.01
+# Two are compiled before the ratio is known, if the second promises no more than this times the first.
+_SECOND = 1.08
 # A layout whose corrected estimate passes the memory by up to this much is still tried: the compiler decides.
 _MARGIN = 1.10
 # Corrected estimates order the layouts of one mesh within about this much: what promises more is not compiled.
@@ -31,12 +40,19 @@ _FAR = 1.75
 
 @dataclass(frozen=True)
 class Compiled:
-    """A layout with the results of the compiler and the time model; ``seconds`` is None if it does not fit."""
+    """A layout with the results of the compiler and the time model.
+
+    Attributes:
+      seconds: of a step; None if it does not fit. By the cycles of the compiled program, or if it was only scheduled by
+        its roofline and what cycles make of its relatives'.
+      glance: with every operation at its roofline.
+    """
 
     layout: Layout
     rough: Rough
     program: CompiledProgram
     seconds: float | None
+    glance: float | None = None
 
 
 @dataclass
@@ -44,18 +60,29 @@ class Search:
     """The result of a search.
 
     Attributes:
-      considered: number of layouts. promising: those that may fit by rough estimate. compiled: in order of
-        completion.
+      considered: number of layouts. promising: those that may fit by rough estimate.
+      compiled: those that were compiled, or do not fit by their schedule, in order of completion.
+      scheduled: the others that fit by their schedule.
     """
 
     considered: int = 0
     promising: int = 0
     compiled: list[Compiled] = field(default_factory=list)
+    scheduled: list[Compiled] = field(default_factory=list)
 
     @property
     def fitting(self) -> list[Compiled]:
-        """Those that fit, the fastest first."""
-        return sorted((c for c in self.compiled if c.seconds is not None), key=lambda c: c.seconds or 0.0)
+        """The compiled ones that fit, the fastest first."""
+        return sorted((c for c in self.compiled if c.seconds is not None), key=_seconds)
+
+    @property
+    def looked_at(self) -> list[Compiled]:
+        """All that the compiler has seen."""
+        return [*self.compiled, *self.scheduled]
+
+
+def _seconds(one: Compiled) -> float:
+    return float("inf") if one.seconds is None else one.seconds
 
 
 Progress = Callable[[str, Layout, CompiledProgram | None], None]
@@ -66,6 +93,7 @@ def search(
     target: Slice,
     seconds_of: Callable[[CompiledProgram, Layout], float],
     *,
+    glance_of: Callable[[CompiledProgram, Layout], float] | None = None,
     limit_bytes: int,
     max_compiles: int = 8,
     workers: int | None = None,
@@ -75,9 +103,11 @@ def search(
     """Find the fastest layout that fits ``limit_bytes`` per device.
 
     Args:
-      seconds_of: the time model.
-      max_compiles: maximum number of layouts to compile.
-      progress: called with ``"start"`` or ``"done"``, the layout, and its result.
+      seconds_of: the time model of compiled programs. glance_of: that of scheduled ones, without cycles; by default the
+        same.
+      max_compiles: maximum number of layouts that the compiler sees. If it is 1, that one is compiled.
+      progress: called with ``"start"`` or ``"done"``, the layout, and its result: once when it is scheduled, and again
+        if it is compiled.
 
     Raises:
       CompilerMissingError, PlanError: as :func:`compile_programs`.
@@ -94,9 +124,10 @@ def search(
         # Rough figures may be wrong: the compiler has the last word on the least of them.
         least = min(rough, key=lambda k: rough[k].hbm_bytes)
         waiting = {least: rough[least]}
-    waiting = dict(waiting)
 
-    def compile_now(chosen: list[Layout]) -> None:
+    def results(
+        chosen: list[Layout], schedule: bool
+    ) -> Generator[tuple[Layout, CompiledProgram], None, None]:
         def started(number: int) -> None:
             if progress is not None:
                 progress("start", chosen[number], None)
@@ -104,38 +135,93 @@ def search(
         jobs = [work.job(layout, target) for layout in chosen]
         # Closed at once when something fails here: nothing goes on compiling behind a traceback.
         with contextlib.closing(
-            compile_programs(jobs, cache=cache, workers=workers, started=started)
-        ) as results:
-            for number, program in results:
-                layout = chosen[number]
-                seconds = None
-                if program.memory is not None and program.memory.total <= limit_bytes:
-                    seconds = seconds_of(program, layout)
-                found.compiled.append(Compiled(layout, waiting[layout], program, seconds))
+            compile_programs(jobs, cache=cache, workers=workers, started=started, schedule=schedule)
+        ) as programs:
+            for number, program in programs:
+                yield chosen[number], program
                 if progress is not None:
-                    progress("done", layout, program)
+                    progress("done", chosen[number], program)
+
+    def look(chosen: list[Layout], schedule: bool) -> list[Compiled]:
+        seen = []
+        with contextlib.closing(results(chosen, schedule)) as programs:
+            for layout, program in programs:
+                seconds = glance = None
+                if program.memory is not None and program.memory.total <= limit_bytes:
+                    glance = (glance_of or seconds_of)(program, layout)
+                    seconds = seconds_of(program, layout) if program.complete else None
+                one = Compiled(layout, rough[layout], program, seconds, glance)
+                whole = program.complete or glance is None
+                (found.compiled if whole else found.scheduled).append(one)
+                seen.append(one)
+        return seen
+
+    _widen(waiting, limit_bytes, max_compiles, lambda chosen: look(chosen, max_compiles > 1))
+    _complete(found, max_compiles, lambda chosen: look(chosen, False))
+    return found
+
+
+def _widen(
+    rough: Mapping[Layout, Rough], limit: int, most: int, look: Callable[[list[Layout]], list[Compiled]]
+) -> None:
+    """Have layouts scheduled while one may be better than the best of them."""
+    waiting = dict(rough)
+    seen: list[Compiled] = []
+
+    def have(chosen: list[Layout]) -> None:
+        # What the schedules say is compared with one another, also where a compiled program is in the cache.
+        seen.extend(replace(one, seconds=one.glance) for one in look(chosen))
         for layout in chosen:
             del waiting[layout]
 
-    compile_now(_first(waiting, max_compiles))
-    while waiting and len(found.compiled) < max_compiles:
-        if all(c.program.status == "error" for c in found.compiled):
+    have(_first(waiting, most))
+    while waiting and len(seen) < most:
+        if all(c.program.status == "error" for c in seen):
             break  # it is not the layout that is wrong
-        leader = next(iter(found.fitting), None)
-        best = float("inf") if leader is None or leader.seconds is None else leader.seconds
-        promises = {k: _corrected(k, r, found.compiled) for k, r in waiting.items()}
+        leader = min((c for c in seen if c.seconds is not None), key=_seconds, default=None)
+        best = float("inf") if leader is None else _seconds(leader)
+        promises = {k: _corrected(k, r, seen) for k, r in waiting.items()}
         chosen = [
             k
             for k in sorted(promises, key=lambda k: promises[k][0])
             if promises[k][0] < best * _WORTH
-            and promises[k][1] <= limit_bytes * (_MARGIN if best == float("inf") else 1)
-            and not _only_other_flags(k, leader, found.compiled)
+            and promises[k][1] <= limit * (_MARGIN if best == float("inf") else 1)
+            and not _only_other_flags(k, leader, seen)
         ]
         if not chosen:
             break
-        room = max_compiles - len(found.compiled)
-        compile_now(chosen[: min(2, room)])
-    return found
+        have(chosen[: min(2, most - len(seen))])
+
+
+def _complete(found: Search, most: int, finish: Callable[[list[Layout]], list[Compiled]]) -> None:
+    """Have scheduled layouts compiled while one may be better than the best compiled one."""
+
+    def promised() -> list[Compiled]:
+        ratios = [(c.layout, c.seconds / c.glance) for c in found.fitting if c.seconds and c.glance]
+        return sorted(
+            (replace(c, seconds=(c.glance or 0.0) * _ratio(c.layout, ratios)) for c in found.scheduled),
+            key=_seconds,
+        )
+
+    compiled = 0
+    while (promises := promised()) and compiled < most:
+        if found.fitting:
+            chosen = [c for c in promises if _seconds(c) < _seconds(found.fitting[0]) * _CLOSE][:2]
+        else:
+            # The second preferably with another rematerialisation or mesh, so that more is learnt from it.
+            near = [c for c in promises[1:] if _seconds(c) <= _seconds(promises[0]) * _SECOND]
+            near.sort(key=lambda c: _kind(c) == _kind(promises[0]))
+            chosen = [promises[0], *near[:1]]
+        if not (chosen := chosen[: most - compiled]):
+            break
+        layouts = [c.layout for c in chosen]
+        found.scheduled = [c for c in found.scheduled if c.layout not in layouts]
+        compiled += len(finish(layouts))
+    found.scheduled = promised()
+
+
+def _kind(one: Compiled) -> tuple[object, str]:
+    return one.layout.mesh, one.layout.remat
 
 
 def _first(waiting: Mapping[Layout, Rough], most: int) -> list[Layout]:

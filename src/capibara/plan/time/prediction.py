@@ -90,6 +90,25 @@ class StepTime:
     parts: tuple[Part, ...]
     unknown: tuple[str, ...] = ()
 
+    def slower(self, seconds: float) -> StepTime:
+        """This time with as much more work on the device that the step takes ``seconds``, if it takes less."""
+        busy = self.compute + self.memory
+        if not busy or seconds <= self.seconds:
+            return self
+        rate = 1 + (seconds - self.seconds) / busy
+        parts = (
+            part if part.source == "links" else replace(part, seconds=part.seconds * rate)
+            for part in self.parts
+        )
+        return replace(
+            self,
+            seconds=seconds,
+            high=self.high + seconds - self.seconds,
+            compute=self.compute * rate,
+            memory=self.memory * rate,
+            parts=tuple(sorted(parts, key=_length)),
+        )
+
 
 def predict_step(
     facts: ProgramFacts,
@@ -100,6 +119,7 @@ def predict_step(
     constants: Constants | None = None,
     hop_latency: float = 1e-6,
     host_bandwidth: float | None = None,
+    cycles: bool = True,
 ) -> StepTime:
     """Predict the time of one execution of a compiled program.
 
@@ -113,6 +133,7 @@ def predict_step(
         microsecond).
       host_bandwidth: bytes a second between a device and its host; vendors publish none; if None, copies to and from
         the host are omitted and listed in ``unknown``.
+      cycles: whether the compiler's are taken, where it gives any; otherwise every piece takes its roofline time.
 
     Raises:
       PlanError: the program is for another number of devices, or ``mesh`` does not match the slice.
@@ -121,6 +142,8 @@ def predict_step(
         raise PlanError(
             f"the program was compiled for {facts.num_devices} devices, but {slice} has {slice.num_devices}"
         )
+    if not cycles:
+        facts = replace(facts, pieces=tuple(replace(piece, cycles=None) for piece in facts.pieces))
     rates = _Rates(Torus(slice, mesh, places), constants or Constants(), hop_latency, host_bandwidth)
     middle = _run(facts, rates)
     low = _run(facts, replace(rates, best=True)).time
