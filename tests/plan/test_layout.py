@@ -135,7 +135,10 @@ def test_the_space_of_a_small_slice():
     config = ModularModelConfig.from_toml("demo", ["train.batch_size=8", "model.num_heads=6"])
     found = list(layouts(config, parse_slice("v4:2x2x1")))
     assert len(found) == len(set(found))
-    assert {layout.mesh for layout in found} == {(("data", 4), ("model", 1)), (("data", 2), ("model", 2))}
+    assert {layout.mesh for layout in found} == {
+        *((("data", 4), ("model", 1)), (("data", 2), ("model", 2))),
+        *((("pipeline", 2), ("data", d), ("model", 2 // d)) for d in (1, 2)),
+    }
     for layout in found:
         assert layout.num_devices == 4
         assert 8 % (layout.microbatches * layout.axis_sizes["data"]) == 0

@@ -6,23 +6,22 @@ Exit code 0 if a plan was made, 1 if nothing fits or ``--check`` found a differe
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from capibara.cli._compilations import compilations
 from capibara.cli._json import print_json
 from capibara.cli._layout_settings import GivenByHand
 from capibara.cli._models import further_config, named_config
 from capibara.cli._serving import add_serving_arguments, check_serving_arguments, run_serving
+from capibara.cli._slices import add_slices_arguments, names_several, run_slices
 from capibara.errors import ConfigError
 
 if TYPE_CHECKING:
     from capibara.plan import Plan
-    from capibara.sharding import Layout
 
 HELP = """Find the fastest way to train a configuration on a TPU slice: mesh, sharding, rematerialisation, microbatches.
 The TPU compiler (libtpu) compiles the most promising ones on this machine, without a TPU: memory is the compiler's own
@@ -55,6 +54,10 @@ _LOCKED = (
         "where",
         "improve",
         "no_compile",
+        "layout",
+        "tokens",
+        "deadline",
+        "budget",
     ),
     *("region", "term", "prices", "workers", "report", "lock"),
 )
@@ -76,7 +79,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="folder of a published model, of which only config.json is read, or a GGUF file",
     )
-    parser.add_argument("--topology", help="v4:2x2x4, v4-32, v5p:4x4x4, v5e-16, v6e:4x4 … (default: v4-32)")
+    parser.add_argument(
+        "--topology",
+        help="v4:2x2x4, v4-32, v5p:4x4x4, v5e-16, v6e:4x4 …; several to choose from: v4-32,v5e-64 (default: v4-32)",
+    )
     parser.add_argument("--view", choices=("chip", "core"), help="what a device is (v4: a chip by default)")
     parser.add_argument(
         "--memory-limit", type=float, metavar="GIB", help="memory limit per device, if below its capacity"
@@ -85,6 +91,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-compiles", type=int, default=8, metavar="N", help="layouts to compile (default: 8)"
     )
     parser.add_argument("--top", type=int, default=5, metavar="N", help="layouts to list (default: 5)")
+    parser.add_argument(
+        "--layout",
+        metavar="SETTINGS",
+        help="your own layout, to be priced beside the pick: 'tpu.topology=16x1 model.remat=dots', or a lockfile",
+    )
     parser.add_argument(
         "--least-memory",
         action="store_true",
@@ -127,6 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cache", metavar="DIR", help="folder of compiled results (default: the user's cache)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    add_slices_arguments(parser)
     add_serving_arguments(parser)
 
 
@@ -141,7 +153,18 @@ def run(args: argparse.Namespace) -> int:
     if args.serve:
         _refuse(
             args,
-            ("explain", "least_memory", "where", "improve", "tolerance", "top"),
+            (
+                "explain",
+                "least_memory",
+                "where",
+                "improve",
+                "tolerance",
+                "top",
+                "layout",
+                "tokens",
+                "deadline",
+                "budget",
+            ),
             "cannot be combined with --serve",
         )
         return run_serving(args)
@@ -164,8 +187,14 @@ def run(args: argparse.Namespace) -> int:
     given = GivenByHand.of(config, args)
     if args.workers is not None and args.workers < 1:
         raise ConfigError(f"--workers must be at least 1, got {args.workers}")
+    if names_several(args):
+        _refuse(args, ("explain", "least_memory", "where", "improve"), "is for one slice: name it alone")
+        return run_slices(args, config, source, base, given, compile=_compile(args))
     try:
-        with _progress(args.max_compiles + (_PROPOSED if args.improve else 0), quiet=args.json) as progress:
+        with compilations(
+            args.max_compiles + (_PROPOSED if args.improve else 0) + (args.layout is not None),
+            quiet=args.json,
+        ) as progress:
             found = plan(
                 config,
                 _topology(args),
@@ -175,6 +204,7 @@ def run(args: argparse.Namespace) -> int:
                 max_compiles=args.max_compiles,
                 top=args.top,
                 keep=given.kept,
+                layout=args.layout,
                 least_memory=args.least_memory,
                 improve=_IMPROVEMENTS if args.improve else 0,
                 fixed=() if base is None else _OF_WEIGHTS,
@@ -190,7 +220,7 @@ def run(args: argparse.Namespace) -> int:
     except DoesNotFitError as error:
         report = None
         if args.explain:
-            with _progress(1 + _TRIED, quiet=args.json) as progress:
+            with compilations(1 + _TRIED, quiet=args.json) as progress:
                 report = _explained(config, error.layout, args, given.memory_limit_gb, progress)
         if args.json:
             told = {} if report is None else {"explanation": report.to_json()}
@@ -250,7 +280,7 @@ def _refuse(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
 
 def _check_given(args: argparse.Namespace) -> None:
     """Refuse empty texts, such as those of a shell's variables that are not set."""
-    for name in ("config", "model", "topology", "region", "term", "prices", "cache", "check"):
+    for name in ("config", "model", "topology", "region", "term", "prices", "cache", "check", "layout"):
         if getattr(args, name) == "":
             raise ConfigError(f"--{name}: got '', expected a value. Leave the option out for its default")
     if args.memory_limit is not None and not 0 < args.memory_limit < float("inf"):
@@ -292,7 +322,7 @@ def _check(args: argparse.Namespace) -> int:
 
     _show_compiler_notes()
     tolerance = 0.05 if args.tolerance is None else args.tolerance
-    with _progress(1, quiet=args.json) as progress:
+    with compilations(1, quiet=args.json) as progress:
         found = check_lock(
             args.check,
             hbm_tolerance=tolerance,
@@ -316,39 +346,3 @@ def _show(found: Plan, *, where: bool) -> None:
     # A table that wraps cannot be read: where the terminal is narrow, or there is none, lines are long instead.
     wide = console if console.width >= 130 else Console(highlight=False, width=130)
     print_plan(found, wide, where=where)
-
-
-@contextlib.contextmanager
-def _progress(most: int, *, quiet: bool) -> Iterator[Callable[[str, Layout, Any], None] | None]:
-    if quiet:
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    from capibara.plan.sizes import size_text
-
-    started: dict[Any, float] = {}
-    console = Console(stderr=True, highlight=False)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    # A bar that moves is for eyes only; elsewhere the lines of what is done are enough.
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("ordering layouts", total=most)
-
-        def step(event: str, layout: Any, program: Any) -> None:
-            if event == "start":
-                started[layout] = time.perf_counter()
-                bar.update(task, description=f"compiling {layout}")
-                return
-            took = (
-                "cached"
-                if program.cached
-                else f"{time.perf_counter() - started.get(layout, time.perf_counter()):.0f} s"
-            )
-            words = {"oom": "does not fit", "error": "failed"}
-            size = size_text(program.memory.total) if program.memory else words[program.status]
-            stage = "" if program.complete else "scheduled, "
-            bar.console.print(f"{layout}: {size} ({stage}{took})", soft_wrap=True)
-            bar.advance(task)
-
-        yield step

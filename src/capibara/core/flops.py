@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from capibara.config.sections import ModelSection
 
-__all__ = ["decoding_flops", "flops_per_token"]
+__all__ = ["attention_scores", "decoding_flops", "flops_per_token"]
 
 
 def flops_per_token(
@@ -31,18 +31,9 @@ def flops_per_token(
     inner, vectors = m.ssm.expand * d, m.ssm.groups * m.ssm.state_dim
 
     def attention(window: int) -> float:
-        # Query i sees i + 1 positions, or the window's; in an encoder as many after it.
-        seen = (window * t - window * (window - 1) / 2) / t
-        if not m.causal:
-            seen = max(0.0, 2 * seen - 1)
-        head = m.resolved_head_dim
-        values = head if m.latent.kv_rank is None else m.latent.value_dim
-        return 2 * _attention_products(m) + 2 * m.num_heads * (head + values) * seen
+        return 2 * _attention_products(m) + _scored(m, t, window)
 
-    def scored(window: int) -> float:
-        return attention(window) - attention(0)
-
-    scores = {"attention": scored(t), "local": scored(min(t, m.window or t))}
+    scores = _scored_by_kind(m, t)
     per_kind = {
         "attention": attention(t),
         "local": attention(min(t, m.window or t)),
@@ -80,6 +71,26 @@ def decoding_flops(config: ModelSection, cached: int) -> float:
     wider = 2 * latent.kv_rank + latent.rotary_dim - m.resolved_head_dim - latent.value_dim
     seen = {"attention": cached, "local": min(cached, m.window or cached)}
     return total + 2 * m.num_heads * wider * sum(seen.get(kind, 0) for kind in m.block_kinds)
+
+
+def attention_scores(config: ModelSection, sequence_length: int) -> float:
+    """Forward floating-point operations per token, in all layers, of queries with keys and of weights with values."""
+    scores = _scored_by_kind(config, sequence_length)
+    return sum(scores.get(kind, 0.0) for kind in config.block_kinds)
+
+
+def _scored_by_kind(m: ModelSection, t: int) -> dict[str, float]:
+    return {"attention": _scored(m, t, t), "local": _scored(m, t, min(t, m.window or t))}
+
+
+def _scored(m: ModelSection, t: int, window: int) -> float:
+    # Query i sees i + 1 positions, or the window's; in an encoder as many after it.
+    seen = (window * t - window * (window - 1) / 2) / t
+    if not m.causal:
+        seen = max(0.0, 2 * seen - 1)
+    head = m.resolved_head_dim
+    values = head if m.latent.kv_rank is None else m.latent.value_dim
+    return 2 * m.num_heads * (head + values) * seen
 
 
 def _attention_products(m: ModelSection) -> int:

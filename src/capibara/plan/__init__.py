@@ -16,6 +16,7 @@ require_supported_jax()
 
 if TYPE_CHECKING:
     from capibara.plan.candidate import Candidate
+    from capibara.plan.comparison import SlicesPlan, plan_slices
     from capibara.plan.cost import TpuCostOptimizer, estimate_operation_cost
     from capibara.plan.errors import CompilationError, CompilerMissingError, DoesNotFitError, PlanError
     from capibara.plan.fingerprints import (
@@ -49,6 +50,7 @@ __all__ = [
     "PlanError",
     "ServingPlan",
     "Slice",
+    "SlicesPlan",
     "TpuCostOptimizer",
     "UnreachableTargetError",
     "Workload",
@@ -62,12 +64,14 @@ __all__ = [
     "parse_slice",
     "plan",
     "plan_serving",
+    "plan_slices",
     "record_fingerprints",
     "step_work",
 ]
 
 _HOMES = {
     "candidate": ("Candidate",),
+    "comparison": ("SlicesPlan", "plan_slices"),
     "cost": ("TpuCostOptimizer", "estimate_operation_cost"),
     "errors": ("CompilationError", "CompilerMissingError", "DoesNotFitError", "PlanError"),
     "fingerprints": (

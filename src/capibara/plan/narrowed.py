@@ -151,6 +151,13 @@ class Narrowed:
                 )
         yield from (within(layout, self.limit_bytes, target) for layout in left)
 
+    def keeps(self, layout: Layout) -> bool:
+        """Whether a layout has what is kept."""
+        if self.kept is None:
+            return True
+        kept, rows = self.kept
+        return layout in kept.layouts([layout], rows)
+
     def rough(self, layout: Layout, target: Slice) -> Rough:
         """What it would take, without a compiler."""
         return self.work.rough(layout, target)

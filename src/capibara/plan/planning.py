@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from capibara.config import ModularModelConfig
+from capibara.errors import ConfigError
 from capibara.hardware import Price
 from capibara.plan.attribution import Attribution, attribute
 from capibara.plan.candidate import Candidate
 from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_program, find_compiler
+from capibara.plan.compiler.limits import within
 from capibara.plan.errors import CompilationError, CompilerMissingError, DoesNotFitError, PlanError
 from capibara.plan.grids import MOST_CHIPS, at_least
 from capibara.plan.improvements import Improvement, find_improvements
 from capibara.plan.memory.least import LeastMemory, find_least_memory
 from capibara.plan.narrowed import Kept, Narrowed
+from capibara.plan.own import OwnLayout, read_layout, why_not
 from capibara.plan.planned import train_command
 from capibara.plan.program import read_program
 from capibara.plan.search.best_first import Search, search
@@ -30,7 +33,7 @@ from capibara.plan.validation import COMPILE_REMEDY, check_counts, host_notes, l
 from capibara.plan.work import Rough, TrainWork, Work
 from capibara.sharding import Layout
 
-__all__ = ["Plan", "candidate_of", "memory_by_kind", "plan"]
+__all__ = ["Plan", "Progress", "as_work", "candidate_of", "memory_by_kind", "plan"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Plan:
       least_memory: the least memory that the compiler fits the best candidate into, if that was asked for and is less
         than what it takes otherwise.
       improvements: changes of settings that give more tokens per second, if they were asked for, the best first.
+      own: the user's own layout, if one was given; where it fits it is one of the candidates, too.
       config: the configuration that was planned; None for a step function.
       config_name: the file or packaged name that it comes from, if that is known; with ``base`` a model's folder.
       base: the settings with which that model is trained if nothing else is said.
@@ -69,6 +73,7 @@ class Plan:
     base: ModularModelConfig | None = field(default=None, repr=False)
     least_memory: LeastMemory | None = None
     improvements: tuple[Improvement, ...] = ()
+    own: OwnLayout | None = None
 
     @property
     def best(self) -> Candidate:
@@ -143,6 +148,7 @@ class Plan:
             "where": None if self.where is None else self.where.to_json(),
             "least_memory": None if self.least_memory is None else self.least_memory.to_json(),
             "improvements": [each.to_json() for each in self.improvements],
+            "own": None if self.own is None else self.own.to_json(self.best if self.fits else None),
             "refused": [{"layout": layout.to_json(), "message": message} for layout, message in self.refused],
         }
 
@@ -185,6 +191,7 @@ def plan(
     max_compiles: int = 8,
     top: int = 5,
     keep: Iterable[str] = (),
+    layout: Layout | str | os.PathLike[str] | Iterable[str] | None = None,
     least_memory: bool = False,
     improve: int = 0,
     fixed: Iterable[str] = (),
@@ -213,6 +220,9 @@ def plan(
       max_compiles: maximum number of layouts that the compiler sees. top: how many to report.
       keep: settings of the configuration that a plan otherwise chooses, and shall not: any of
         :data:`capibara.plan.narrowed.LAYOUT_SETTINGS`, such as ``"model.remat"``.
+      layout: your own layout, to be compiled and priced beside the pick (:attr:`Plan.own`): a :class:`Layout`,
+        ``key=value`` settings (those not given are the configuration's), or the path of a lockfile. One that cannot
+        be divided or does not fit is reported with the reason.
       least_memory: also find the least memory that the compiler fits the best layout into, and its step time; a few
         further compilations.
       improve: of changes of settings that a plan may not choose (dtypes, sizes, the batch), so many that give most
@@ -229,8 +239,13 @@ def plan(
       PlanError: an invalid slice, a batch that cannot be divided, or the compiler failed for another reason.
       CompilerMissingError: ``compile`` is requested and the TPU compiler is not installed.
     """
+    if not isinstance(topology, str | Slice):
+        raise PlanError(
+            f"topology: got {type(topology).__name__}, expected one slice, as 'v4-32'. capibara.plan.plan_slices "
+            "compares several"
+        )
     target = parse_slice(topology, view)
-    task = _work(work)
+    task = as_work(work)
     limit = limit_of(target, memory_limit_gb)
     if isinstance(improve, bool) or not isinstance(improve, int) or improve < 0:
         raise PlanError(f"improve={improve!r} must be an integer from 0")
@@ -238,6 +253,7 @@ def plan(
         raise PlanError("improve: a step function has no settings to change. Leave it out")
     check_counts(max_compiles=max_compiles, top=top, **({} if workers is None else {"workers": workers}))
     notes: list[str] = []
+    given = None if layout is None else within(read_layout(layout, task), limit, target)
     narrowed = Narrowed(task, limit, _kept(task, keep, notes))
     notes += host_notes(target)
     price = price_of(target, region, term, prices, notes)
@@ -299,11 +315,15 @@ def plan(
         # The best is compiled, whatever the others promise.
         candidates[1:] = sorted(candidates[1:], key=lambda one: one.step_seconds)
         refused = tuple((c.layout, c.program.message) for c in found.compiled if c.seconds is None)
-        _check(found, narrowed, target, limit)
+        own = None if given is None else _own(task, target, given, limit, price, store, progress)
+        candidates = _with_own(candidates, own, narrowed)
+        if all(candidate.scheduled for candidate in candidates):
+            _check(found, narrowed, target, limit)
         counts = (found.considered, found.promising, len(found.compiled))
         scheduled = len(found.scheduled)
         if least_memory:
-            first = found.fitting[0]
+            first = candidates[0]
+            assert first.program is not None
             try:
                 least = find_least_memory(
                     task, target, first.layout, first.program, cache=store, progress=progress
@@ -339,13 +359,14 @@ def plan(
                 "the memory is that of the step's arguments: outputs that take no argument's place and temporaries are "
                 "known only to the compiler"
             )
-        candidates, counts = _uncompiled(narrowed, target, limit, price)
+        own = None if given is None else _own_estimate(task, target, given, limit, price)
+        candidates, counts = _uncompiled(narrowed, target, limit, price, own)
         refused, scheduled = (), 0
     return Plan(
         work=task.title,
         target=target,
         limit_bytes=limit,
-        candidates=tuple(candidates[:top]),
+        candidates=_shown(candidates, top, own),
         refused=refused,
         considered=counts[0],
         promising=counts[1],
@@ -356,6 +377,7 @@ def plan(
         config_name=os.fspath(work) if isinstance(work, str | os.PathLike) else None,
         least_memory=least,
         improvements=improvements,
+        own=own,
     )
 
 
@@ -464,32 +486,98 @@ def _compiled_candidate(
     )
 
 
+def _own(
+    task: Work,
+    target: Slice,
+    layout: Layout,
+    limit: int,
+    price: Price | None,
+    cache: ProgramCache,
+    progress: Progress | None,
+) -> OwnLayout:
+    """The user's own layout, compiled."""
+    if reason := why_not(task, layout, target):
+        return OwnLayout(layout, reason=reason)
+    try:
+        program, candidate = candidate_of(task, target, layout, price=price, cache=cache, progress=progress)
+    except (ConfigError, PlanError) as error:
+        return OwnLayout(layout, reason=str(error))
+    if candidate is None and program.status == "oom" and program.needed_bytes:
+        return OwnLayout(layout, reason=_takes(program.needed_bytes, target, limit, "by the compiler"))
+    if candidate is None:
+        return OwnLayout(layout, reason=program.message)
+    if candidate.hbm_bytes > limit:
+        return OwnLayout(layout, candidate, _takes(candidate.hbm_bytes, target, limit, "by the compiler"))
+    return OwnLayout(layout, candidate)
+
+
+def _own_estimate(task: Work, target: Slice, layout: Layout, limit: int, price: Price | None) -> OwnLayout:
+    """The user's own layout, estimated."""
+    if reason := why_not(task, layout, target):
+        return OwnLayout(layout, reason=reason)
+    try:
+        candidate = _estimated_candidate(task, target, layout, task.rough(layout, target), price)
+    except (ConfigError, PlanError) as error:
+        return OwnLayout(layout, reason=str(error))
+    if candidate.hbm_bytes > limit:
+        return OwnLayout(layout, candidate, _takes(candidate.hbm_bytes, target, limit, "estimated"))
+    return OwnLayout(layout, candidate)
+
+
+def _takes(size: int, target: Slice, limit: int, source: str) -> str:
+    return f"it takes {size_text(size)} a device ({source}), and {limit_text(target, limit)}"
+
+
+def _with_own(candidates: list[Candidate], own: OwnLayout | None, narrowed: Narrowed) -> list[Candidate]:
+    """The candidates with the user's own layout in its place, if it fits and has what is kept."""
+    if own is None or own.candidate is None or own.reason or not narrowed.keeps(own.layout):
+        return candidates
+    others = [each for each in candidates if each.layout != own.layout]
+    ordered = sorted([own.candidate, *others], key=lambda each: each.step_seconds)
+    # The best is compiled, whatever those promise that are only scheduled.
+    best = next(each for each in ordered if not each.scheduled)
+    return [best, *(each for each in ordered if each is not best)]
+
+
+def _shown(candidates: list[Candidate], top: int, own: OwnLayout | None) -> tuple[Candidate, ...]:
+    """The first, and the user's own wherever it stands."""
+    return tuple(
+        each
+        for number, each in enumerate(candidates)
+        if number < top or (own is not None and each is own.candidate)
+    )
+
+
 def _uncompiled(
-    task: Work, target: Slice, limit: int, price: Price | None
+    task: Narrowed, target: Slice, limit: int, price: Price | None, own: OwnLayout | None = None
 ) -> tuple[list[Candidate], tuple[int, int, int]]:
     rough = {layout: task.rough(layout, target) for layout in task.layouts(target)}
-    if not rough:
-        raise _no_layout(task, target)
     fitting = {k: r for k, r in rough.items() if r.hbm_bytes <= limit and k.offload == "none"}
     fitting = fitting or {k: r for k, r in rough.items() if r.hbm_bytes <= limit}
-    if not fitting:
+    ordered = sorted(fitting, key=lambda k: fitting[k].seconds)
+    candidates = [_estimated_candidate(task, target, layout, fitting[layout], price) for layout in ordered]
+    candidates = _with_own(candidates, own, task)
+    if not candidates and not rough:
+        raise _no_layout(task, target)
+    if not candidates:
         least = min(rough.values(), key=lambda r: r.hbm_bytes)
         raise DoesNotFitError(_does_not_fit(task, target, limit, least.hbm_bytes, least.memory, "estimated"))
-    ordered = sorted(fitting, key=lambda k: fitting[k].seconds)
-    candidates = [
-        Candidate(
-            layout=layout,
-            target=target,
-            memory=dict(fitting[layout].memory),
-            memory_source="analytic",
-            time=_rough_time(fitting[layout]),
-            tokens=task.tokens,
-            flops=task.flops,
-            price=price,
-        )
-        for layout in ordered
-    ]
     return candidates, (len(rough), len(fitting), 0)
+
+
+def _estimated_candidate(
+    task: Work, target: Slice, layout: Layout, rough: Rough, price: Price | None
+) -> Candidate:
+    return Candidate(
+        layout=layout,
+        target=target,
+        memory=dict(rough.memory),
+        memory_source="analytic",
+        time=_rough_time(rough),
+        tokens=task.tokens,
+        flops=task.flops,
+        price=price,
+    )
 
 
 def _rough_time(rough: Rough) -> StepTime:
@@ -564,7 +652,8 @@ def _no_layout(task: Work, target: Slice) -> PlanError:
         )
     return PlanError(
         f"no mesh of {target.num_devices} devices divides the work ({task.title}): train.batch_size must be a multiple "
-        f"of the devices along 'data', and model.num_heads of those along 'model', together {target.num_devices}"
+        "of the devices along 'data', model.num_heads of those along 'model', and model.num_layers of those along "
+        f"'pipeline', together {target.num_devices}"
     )
 
 
@@ -573,7 +662,12 @@ def _trains(work: Work) -> bool:
     return isinstance(work.work if isinstance(work, Narrowed) else work, TrainWork)
 
 
-def _work(work: Any) -> Work:
+def as_work(work: Any) -> Work:
+    """A step that can be planned, of a configuration, its name or path, or itself.
+
+    Raises:
+      PlanError: it is something else. ConfigError: an unknown configuration.
+    """
     if isinstance(work, str | os.PathLike):
         return TrainWork(ModularModelConfig.from_toml(Path(work) if isinstance(work, os.PathLike) else work))
     if isinstance(work, ModularModelConfig):

@@ -9,7 +9,6 @@ from capibara.hardware import Price, UnknownPriceError, get_price
 from capibara.plan.errors import PlanError
 from capibara.plan.grids import at_least, is_part_of_host
 from capibara.plan.slices import Slice
-from capibara.sharding import Layout
 
 __all__ = [
     "COMPILE_REMEDY",
@@ -18,7 +17,6 @@ __all__ = [
     "host_notes",
     "limit_of",
     "price_of",
-    "refuse_stages",
 ]
 
 COMPILE_REMEDY = "compile=True, or leaving out --no-compile, asks the TPU compiler"
@@ -30,20 +28,6 @@ class MeshSizes:
 
     def __init__(self, mesh: Any) -> None:
         self.shape: dict[str, int] = dict(mesh)
-
-
-def refuse_stages(layout: Layout) -> None:
-    """Refuse to estimate a pipeline: the arithmetic is that of steps in which each device has a part of every layer.
-
-    Raises:
-      PlanError: the mesh has more than one device along ``pipeline``.
-    """
-    if layout.stages > 1:
-        raise PlanError(
-            f"layout: the mesh has {layout.stages} devices along 'pipeline', and plans have no estimate of memory "
-            "and time for stages. Ask the compiler: TpuDistributedTrainer(…).lower(batch).compile().memory_analysis(); "
-            "or plan without that axis"
-        )
 
 
 def limit_of(target: Slice, memory_limit_gb: Any) -> int:

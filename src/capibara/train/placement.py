@@ -34,7 +34,7 @@ from capibara.train.protocols import Batch, Model, Optimizer
 from capibara.train.state import TrainState
 from capibara.train.trainable import trained_part
 
-__all__ = ["Placement", "device_counts", "equal_share", "first_state"]
+__all__ = ["Placement", "check_axes", "device_counts", "equal_share", "first_state"]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Placement:
           ConfigError: there are too few devices, they cannot be divided among the processes, or they do not support the
             layout's arrays in the hosts' memory; or one of its mesh axes shards nothing.
         """
-        _check_axes(layout)
+        check_axes(layout)
         available = list(jax.devices() if devices is None else devices)
         needed = layout.num_devices
         if len(available) < needed:
@@ -412,8 +412,12 @@ def first_state(
     return make
 
 
-def _check_axes(layout: Layout) -> None:
-    """Refuse an axis that no rule names: each of its devices would do the same work."""
+def check_axes(layout: Layout) -> None:
+    """Refuse an axis that no rule names: each of its devices would do the same work.
+
+    Raises:
+      ConfigError: it names the axis.
+    """
     rules = AxisRules()
     tables = (rules.parameters, rules.activations)
     known = {

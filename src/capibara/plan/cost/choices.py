@@ -11,7 +11,13 @@ __all__ = ["Considered", "CostChoice", "NothingAffordableError"]
 
 
 class NothingAffordableError(PlanError):
-    """No candidate is within the limits."""
+    """No candidate is within the limits.
+
+    Attributes:
+      considered: all of them, with what rules each out.
+    """
+
+    considered: tuple[Considered, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -328,9 +328,11 @@ class TpuCostOptimizer:
         if not allowed:
             shown = "; ".join(f"{c.name} {c.refused}" for c in refused[:_SHOWN])
             more = f"; and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
-            raise NothingAffordableError(
+            error = NothingAffordableError(
                 f"no {what} keeps to the limits: {shown}{more}.{what_would(refused)}"
             )
+            error.considered = tuple(refused)
+            raise error
         return CostChoice(allowed[0], (*allowed, *refused), self.optimization_target)
 
     def __repr__(self) -> str:

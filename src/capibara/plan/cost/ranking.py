@@ -8,22 +8,28 @@ from typing import Any
 
 from capibara.plan.cost.choices import Considered
 
-__all__ = ["PLAN_ORDER", "SLICE_ORDER", "what_would"]
+__all__ = ["PLAN_ORDER", "SLICE_ORDER", "rounded_up", "sufficient", "what_would"]
 
 
 def what_would(refused: Sequence[Considered]) -> str:
     """For each limit that alone rules out a candidate, the smallest value that would allow it."""
+    said = [f"{name}={value:.2f} would allow {which}" for name, value, which in sufficient(refused)]
+    return f" {'; '.join(said)}." if said else ""
+
+
+def sufficient(refused: Sequence[Considered]) -> list[tuple[str, float, str]]:
+    """The same as ``(limit, value, name of the candidate)``."""
     least: dict[str, tuple[float, str]] = {}
     for each in refused:
         if len(each.over) == 1:
             ((name, value),) = each.over
             least[name] = min(least.get(name, (math.inf, "")), (value, each.name))
-    # Rounded up, so that the value as it is printed is enough.
-    said = [
-        f"{name}={math.ceil(value * 100) / 100:.2f} would allow {which}"
-        for name, (value, which) in least.items()
-    ]
-    return f" {'; '.join(said)}." if said else ""
+    return [(name, rounded_up(value), which) for name, (value, which) in least.items()]
+
+
+def rounded_up(value: float) -> float:
+    """To cents: the value as it is printed has to be enough."""
+    return math.ceil(value * 100) / 100
 
 
 def _plan_dollars(c: Considered) -> tuple[float, float]:

@@ -13,13 +13,21 @@ from typing import Any
 from capibara.config import ModularModelConfig
 from capibara.plan.errors import PlanError
 from capibara.plan.memory.arguments import Block, step_arguments
+from capibara.plan.memory.widths import Widths, widths
 from capibara.plan.memory.working_set import working_set
 from capibara.plan.sizes import size_text
 from capibara.plan.slices import Slice
-from capibara.plan.validation import refuse_stages
+from capibara.plan.stages import kept_inputs, stage_of
 from capibara.sharding import Layout
 
 __all__ = ["MemoryEstimate", "estimate_memory", "estimate_memory_of"]
+
+# Keys whose scores attention round a ring computes at once (capibara.ops.attention.ring), and of such scores those that
+# are live together.
+_RING_KEYS, _RING_SCORES = 1024, 2
+# Inside the loop over the ticks of a pipeline, the loops forward and backward over a stage's blocks have what is kept
+# between them in buffers of their own (jax 0.10.2, libtpu 0.0.42.1).
+_KEPT_OF_STAGE = 2
 
 
 @dataclass(frozen=True)
@@ -106,15 +114,15 @@ def estimate_memory(config: ModularModelConfig, layout: Layout, target: Slice) -
       target: the slice; its number of devices must be the mesh's.
 
     Raises:
-      PlanError: the mesh has another number of devices than the slice, or the axis ``pipeline``, or the batch does not
-        divide.
+      PlanError: the mesh has another number of devices than the slice, or the batch does not divide.
     """
     if layout.num_devices != target.num_devices:
         raise PlanError(
             f"layout: the mesh {dict(layout.mesh)} has {layout.num_devices} devices, but {target} has "
             f"{target.num_devices}"
         )
-    refuse_stages(layout)
+    inputs = kept_inputs(layout)
+    config, layout = stage_of(config, layout)
     rows, left = divmod(config.train.batch_size, layout.microbatches)
     if left:
         raise PlanError(
@@ -123,18 +131,28 @@ def estimate_memory(config: ModularModelConfig, layout: Layout, target: Slice) -
     arguments = step_arguments(config, layout)
     need = working_set(config, layout, target, rows, arguments)
     moment, gradients, temporaries = need.fullest
+    w = widths(config, layout, rows)
     by_kind = _by_kind(arguments)
     return MemoryEstimate(
         parameters=by_kind["parameters"],
         optimizer=by_kind["optimizer"],
         gradients=gradients,
-        activations=need.kept,
-        temporaries=temporaries,
+        activations=(_KEPT_OF_STAGE if inputs else 1) * need.kept + inputs * w.values(w.stream),
+        temporaries=temporaries + _scores_of_ring(config, layout, w),
         padding=by_kind["padding"],
         inputs=by_kind["inputs"],
         model_state=by_kind["model state"],
         moment=moment,
     )
+
+
+def _scores_of_ring(config: ModularModelConfig, layout: Layout, w: Widths) -> int:
+    """Bytes of the scores of attention round a ``context`` axis: of all queries here with some of a visitor's keys."""
+    parts = layout.axis_sizes.get("context", 1)
+    if parts == 1:
+        return 0
+    keys = min(config.train.sequence_length // parts, _RING_KEYS)
+    return int(_RING_SCORES * w.tokens * w.queries // w.head * keys * w.accumulate)
 
 
 def estimate_memory_of(

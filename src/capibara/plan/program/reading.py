@@ -376,10 +376,10 @@ class _Line:
             branch.computation(self.walk.module.computations[name], 1, None, self.depth + 1)
             tried.append((tuple(branch.work), name))
         if len({work for work, _ in tried}) > 1:
-            self.walk.note(
-                f"the conditional {instruction.name} ({instruction.op_name or 'of no stated origin'}) is counted as if "
-                "the branch with the most work always ran"
-            )
+            # Of many of one origin (each step of a ring of attention has one) it is said once.
+            origin = "/".join(instruction.op_name.split("/")[-2:])
+            said = f"conditionals of {origin} are" if origin else f"the conditional {instruction.name} is"
+            self.walk.note(f"{said} counted as if the branch with the most work always ran")
         self.inline(instruction, [max(tried)[1]])
 
     def one_kernel(self, instruction: Instruction) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from capibara.errors import MissingExtraError
-from capibara.plan.report.labels import distinct_flags, mesh_word, sharding_word
+from capibara.plan.report.labels import differences, mesh_word, sharding_word
 from capibara.plan.sizes import unit_of
 
 if TYPE_CHECKING:
@@ -134,10 +134,12 @@ def _parts(axes: Any, where: Attribution) -> None:
 
 def _labels(plan: Plan) -> list[str]:
     layouts = [candidate.layout for candidate in plan.candidates]
+    own = None if plan.own is None else plan.own.candidate
+    marks = ["yours: " if candidate is own else "" for candidate in plan.candidates]
     return [
-        f"{mesh_word(layout)}\n{sharding_word(layout)}, remat {layout.remat}, {layout.microbatches} micro"
+        f"{mark}{mesh_word(layout)}\n{sharding_word(layout)}, remat {layout.remat}, {layout.microbatches} micro"
         + "".join(f"\n{flag}" for flag in flags.split())
-        for layout, flags in zip(layouts, distinct_flags(layouts), strict=True)
+        for mark, layout, flags in zip(marks, layouts, differences(layouts), strict=True)
     ]
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import shlex
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from capibara.plan.report.labels import distinct_flags, mesh_word, sharding_word
+from capibara.plan.report.labels import differences, mesh_word, sharding_word
 from capibara.plan.report.where import where_line, where_tables
 from capibara.plan.sizes import limit_text, size_text, unit_of
 
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
     from capibara.plan.memory.least import LeastMemory
     from capibara.plan.planning import Plan
 
-__all__ = ["candidate_lines", "plan_text", "print_plan"]
+__all__ = ["candidate_lines", "digits", "dollars", "own_lines", "plan_text", "print_plan", "print_whole"]
+
+# Characters of a column that says what else sets rows apart.
+_SHORT = 24
 
 
 def plan_text(plan: Plan, width: int = 130) -> str:
@@ -62,17 +66,22 @@ def print_plan(plan: Plan, console: Any, *, where: bool = False) -> None:
     )
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="left" if number in (1, 2, 3) else "right", no_wrap=True)
-    flags = distinct_flags([candidate.layout for candidate in plan.candidates])
-    if any(flags):
-        table.add_column("flags", overflow="fold")
-    for rank, (candidate, own) in enumerate(zip(plan.candidates, flags, strict=True), 1):
-        table.add_row(*_row(rank, candidate, scale, tick[0]), *([own] if any(flags) else []))
-    console.print(table)
+    further, legend = _short(differences([candidate.layout for candidate in plan.candidates]))
+    if any(further):
+        table.add_column("flags", no_wrap=True)
+    for rank, (candidate, own) in enumerate(zip(plan.candidates, further, strict=True), 1):
+        table.add_row(
+            *_row(_rank(plan, candidate, rank), candidate, scale, tick[0]), *([own] if any(further) else [])
+        )
+    print_whole(table, console)
+    for line in legend:
+        console.print(Text(line), soft_wrap=True)
     if plan.candidates:
         for line in [
             *candidate_lines(plan.best, plan.limit_bytes),
             *where_line(plan.where),
             *_least_lines(plan.least_memory),
+            *own_lines(plan),
             *_run_lines(plan),
             *_improvement_lines(plan.improvements),
         ]:
@@ -85,20 +94,53 @@ def print_plan(plan: Plan, console: Any, *, where: bool = False) -> None:
             console.print(Text(line), soft_wrap=True)
 
 
-def _row(rank: int, c: Candidate, scale: int, tick: float) -> Sequence[str]:
+def print_whole(table: Any, console: Any) -> None:
+    """Print a table with all of its cells, on lines as long as they are: a cell that is cut off is another one's."""
+    from rich.measure import Measurement
+
+    width = console.width
+    wide = console.options.update(max_width=10_000)
+    console.width = max(width, Measurement.get(console, wide, table).maximum)
+    try:
+        console.print(table)
+    finally:
+        console.width = width
+
+
+def _short(texts: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Texts for a column: as they are where all are short, else letters, with lines that say what these stand for."""
+    if max(map(len, texts), default=0) <= _SHORT:
+        return list(texts), []
+    letters = {text: _letters(number) for number, text in enumerate(dict.fromkeys(texts))}
+    return [letters[text] for text in texts], [f"flags {name}: {text}" for text, name in letters.items()]
+
+
+def _letters(number: int) -> str:
+    """``A`` … ``Z``, ``AA`` …"""
+    return ("" if number < 26 else _letters(number // 26 - 1)) + chr(ord("A") + number % 26)
+
+
+def _rank(plan: Plan, c: Candidate, rank: int) -> str:
+    """The place of a row; of the user's own layout whose it is, beyond the listed ones without a place."""
+    if plan.own is None or c is not plan.own.candidate:
+        return str(rank)
+    return "yours" if rank == len(plan.candidates) and rank > 1 else f"{rank} yours"
+
+
+def _row(rank: str, c: Candidate, scale: int, tick: float) -> Sequence[str]:
     return (
-        str(rank),
+        rank,
         mesh_word(c.layout),
         sharding_word(c.layout),
         c.layout.remat,
         str(c.layout.microbatches),
         f"{c.hbm_bytes / scale:.2f}",
-        ("~" if c.scheduled else "") + _digits(c.step_seconds / tick),
-        f"{_digits(c.time.low / tick)}–{_digits(c.time.high / tick)}",
+        ("~" if c.scheduled else "") + digits(c.step_seconds / tick),
+        f"{digits(c.time.low / tick)}–{digits(c.time.high / tick)}",
         _number(c.tokens_per_second),
         "" if c.mfu is None else f"{c.mfu:.1%}",
-        _price(c.usd_per_step),
-        _price(c.usd_per_billion_tokens),
+        dollars(c.usd_per_step),
+        dollars(c.usd_per_billion_tokens),
     )
 
 
@@ -118,6 +160,30 @@ def candidate_lines(c: Candidate, limit: int) -> list[str]:
         f"best   memory  {memory}: {size_text(c.hbm_bytes)} of {size_text(limit)} [{source}]",
         f"       time    {parts}{hidden} [{_sources(c)}]",
     ]
+
+
+def own_lines(plan: Plan) -> list[str]:
+    """What the user's own layout costs beside the pick, or why it cannot run."""
+    own = plan.own
+    if own is None:
+        return []
+    if own.reason:
+        return [f"{'yours':>12}  {own.layout}: {own.reason}"]
+    if own.candidate is plan.best:
+        return [f"{'yours':>12}  is the pick"]
+    c = own.candidate
+    assert c is not None
+    figures = {
+        "step_seconds": f"{c.step_seconds:.3g} s a step",
+        "hbm_bytes": f"memory {size_text(c.hbm_bytes)}",
+        "tokens_per_second": f"{_number(c.tokens_per_second)} tokens/s",
+        "usd_per_step": f"${dollars(c.usd_per_step)} a step",
+        "usd_per_billion_tokens": f"${dollars(c.usd_per_billion_tokens)} a billion tokens",
+    }
+    parts = [f"{figures[name]} ({ratio - 1:+.1%})" for name, ratio in own.beside(plan.best).items()]
+    names = [each.name for each in fields(c.layout)]
+    other = [name for name in names if getattr(c.layout, name) != getattr(plan.best.layout, name)]
+    return [f"{'yours':>12}  {', '.join(parts)} beside the pick; other {', '.join(other)}"]
 
 
 def _least_lines(least: LeastMemory | None) -> list[str]:
@@ -172,12 +238,12 @@ def _footer(plan: Plan) -> list[str]:
     return [*lines, *(f"note: {note}" for note in plan.notes)]
 
 
-def _digits(value: float) -> str:
+def digits(value: float) -> str:
     """Three digits, without an exponent."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def _price(usd: float | None) -> str:
+def dollars(usd: float | None) -> str:
     """Dollars, in about three digits."""
     if usd is None:
         return ""

@@ -8,6 +8,12 @@ part 5): sharded parameters are gathered for the forward and again for the backw
 gradients reduce-scattered; replicated ones have their gradients all-reduced; a ``model`` axis all-reduces the residual
 stream twice a layer forward and five times backward, as programs compiled for it do; an ``expert`` axis gathers tokens
 for the experts and scatters their sums. Parameters that are not trained have no gradients.
+
+Along a ``context`` axis keys and values go round, forward, when a block is computed again, and backward with the sums
+of their gradients (:mod:`capibara.ops.attention.ring`); the gradients of parameters, which each device has, are
+all-reduced over it. The device with the last positions sees all others, and all wait for it. Stages of a ``pipeline``
+are estimated as models of their own (:mod:`capibara.plan.stages`), which are computed once more for the backward pass
+and wait in the bubble; activations and their gradients go from one to the next in each tick.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from capibara.config import ModularModelConfig
 from capibara.plan.slices import Slice
-from capibara.plan.validation import refuse_stages
+from capibara.plan.stages import stage_of, ticks
 from capibara.sharding import Layout, Links
 
 if TYPE_CHECKING:
@@ -41,6 +47,9 @@ _PASSES = 90
 _LOSS_PASSES = 8
 # The same over the rows of products with experts.
 _EXPERT_PASSES = 30
+# Over the scores of attention round a ring, in float32, forward and backward; and again where a block is computed
+# again. Without a ring a kernel keeps them on the chip.
+_RING_PASSES, _RING_PASSES_AGAIN = 12, 4
 
 
 @dataclass(frozen=True)
@@ -119,15 +128,16 @@ def estimate_time(config: ModularModelConfig, layout: Layout, target: Slice) -> 
     """The rough time of one step.
 
     Raises:
-      PlanError: the mesh has the axis ``pipeline``.
+      PlanError: the model cannot be divided into so many stages.
     """
-    refuse_stages(layout)
+    if layout.stages > 1:
+        return _of_stages(config, layout, target)
     devices = layout.num_devices
     sizes = layout.axis_sizes
-    data, model, expert = (sizes.get(axis, 1) for axis in ("data", "model", "expert"))
+    data, model, expert, context = (sizes.get(axis, 1) for axis in ("data", "model", "expert", "context"))
     m, t = config.model, config.train
     batch = data * expert  # devices that have rows of their own
-    tokens = t.batch_size * t.sequence_length / batch
+    tokens = t.batch_size * t.sequence_length / batch / context
     repeated = {"none": 1.0, "dots": 1.05, "full": 4 / 3}[layout.remat]
     compute = step_flops(config) * repeated / devices / (target.chip.peak("bfloat16") * _REACHED)
 
@@ -159,7 +169,7 @@ def estimate_time(config: ModularModelConfig, layout: Layout, target: Slice) -> 
     count = layout.microbatches
 
     # Hops are nothing beside such sizes. The data and expert axes together are one ring.
-    sizes = {"batch": batch, "data": data, "model": model, "expert": expert}
+    sizes = {"batch": batch, "data": data, "model": model, "expert": expert, "context": context}
     links = Links(sizes, 2 * target.link_bandwidth, hop_seconds=0.0)
 
     def ring(size: float, axis: str) -> float:
@@ -185,7 +195,79 @@ def estimate_time(config: ModularModelConfig, layout: Layout, target: Slice) -> 
     # their gradients; and both again where the block is computed again.
     exchanges = {"none": 4, "dots": 6, "full": 6}[layout.remat]
     communication += exchanges * mixed * ring(tokens * expert * m.embed_dim * 2, "expert")
+    if context > 1:
+        # Each device has the gradients of its positions, of whatever part of the parameters it holds.
+        communication += count * 2 * ring((held if sharded else trained) * 4, "context")
+        again = layout.remat != "none"
+        more = _of_ring(config, tokens, model, context)
+        compute += more.products / (target.chip.peak("bfloat16") * _REACHED)
+        memory += (_RING_PASSES + again * _RING_PASSES_AGAIN) * more.scores * 4 / bandwidth
+        # In bfloat16 forward and backward, and the sums of gradients in float32; all one way round.
+        sent = (2 + again) * 2 + 4
+        communication += _EXPOSED * 2 * ring(more.keys * context * sent, "context")
     if layout.offload == "optimizer":
         # Moments travel to the hosts and back over PCIe, about 10 GB/s a chip each way.
         memory += held * 8 * 2 / 10e9
     return Estimate(compute, memory, communication)
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """Of the attention of all layers, on the device with the last positions: floating-point operations beyond those
+    of an equal share, scores, and its elements of keys and values."""
+
+    products: float
+    scores: float
+    keys: float
+
+
+def _of_ring(config: ModularModelConfig, tokens: float, model: int, context: int) -> _Ring:
+    from capibara.core.flops import attention_scores
+
+    m, length = config.model, config.train.sequence_length
+    head = m.resolved_head_dim
+    products = scores = 0.0
+    for kind in m.block_kinds:
+        window = min(length, m.window or length) if kind == "local" else length
+        # Whole parts are computed, or none of one; so is what a causal mask or a window hides in them.
+        part = length // context
+        seen = min(length, part * (1 + math.ceil((window - 1) / part)))
+        scores += tokens * m.num_heads / model * seen
+        products += 3 * tokens * (2 * m.num_heads * 2 * head * seen / model)
+    equal = 3 * tokens * attention_scores(m, length) / model
+    keys = m.num_layers * tokens * 2 * max(m.num_kv_heads / model, 1) * head
+    return _Ring(max(0.0, products - equal), scores, keys)
+
+
+def _of_stages(config: ModularModelConfig, layout: Layout, target: Slice) -> Estimate:
+    """The rough time with a pipeline: of one stage, in all of its ticks."""
+    one, inner = stage_of(config, layout)
+    found = estimate_time(one, inner, target)
+    m, t = config.model, config.train
+    peak = target.chip.peak("bfloat16") * _REACHED
+    bandwidth = target.chip.hbm_bandwidth or 1e12
+    sizes = layout.axis_sizes
+    model = sizes.get("model", 1)
+    tokens = t.batch_size * t.sequence_length * model / inner.num_devices  # of a device
+    # Scores and losses are divided among the stages.
+    others = 1 - 1 / layout.stages
+    head = 6 * m.embed_dim * m.vocab_size * tokens / model
+    compute = found.compute - others * head / peak
+    memory = found.memory - others * _LOSS_PASSES * tokens * m.vocab_size / model * 4 / bandwidth
+    # Besides what its rematerialisation repeats, a stage's forward pass is repeated as a whole.
+    blocks = step_flops(one) / inner.num_devices - head
+    compute += blocks / 3 / peak
+    memory += _PASSES / 3 * tokens * (one.model.num_layers * m.embed_dim) * 2 / bandwidth
+    # Forward an activation in bfloat16 and backward its gradient, over one link; and the last stage's output is
+    # scattered in float32, its gradient gathered.
+    wait = ticks(layout)
+    stream = tokens * m.embed_dim
+    links = Links(sizes, 2 * target.link_bandwidth, hop_seconds=0.0)
+    communication = found.communication + wait * 2 * stream * 2 / target.link_bandwidth
+    communication += links.gather(stream * 6, ("pipeline",))
+    # Embedding and head are on every stage.
+    outer = count_parameters(config).every - layout.stages * (
+        count_parameters(config).every - count_parameters(one).every
+    ) / (layout.stages - 1)
+    communication += links.reduce(outer / model * 4, ("pipeline",))
+    return Estimate(max(compute, 0.0) * wait, max(memory, 0.0) * wait, communication)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from capibara import sharding
 from capibara.config import ModularModelConfig
 from capibara.plan.slices import Slice
+from capibara.plan.stages import can_have_stages
 from capibara.sharding import Layout
 
 __all__ = ["ASYNCHRONOUS", "WHOLE_PRODUCTS", "layouts", "meshes", "microbatch_counts"]
@@ -14,6 +15,11 @@ __all__ = ["ASYNCHRONOUS", "WHOLE_PRODUCTS", "layouts", "meshes", "microbatch_co
 ASYNCHRONOUS = tuple((name, str(value)) for name, value in sharding.ASYNCHRONOUS["tpu"].items())
 # Where activations are exchanged (a model axis) it can be either way, so both are tried.
 WHOLE_PRODUCTS = tuple(sharding.WHOLE_PRODUCTS.items())
+
+# Positions of a row that a device has at least where these are divided: the scores of fewer are small products.
+_LEAST_POSITIONS = 512
+# Microbatches for each stage of a pipeline, at most: beyond that the bubble is less than a ninth of a step.
+_MOST_TURNS = 8
 
 
 def meshes(devices: int, heads: int) -> Iterator[tuple[tuple[str, int], ...]]:
@@ -34,6 +40,29 @@ def _meshes_of(config: ModularModelConfig, devices: int) -> Iterator[tuple[tuple
                 yield (("data", sizes["data"] // experts), ("expert", experts), ("model", sizes["model"]))
 
 
+def _rings_of(config: ModularModelConfig, devices: int) -> Iterator[tuple[tuple[str, int], ...]]:
+    """:func:`meshes` with an axis for the positions of each row, where attention can go round it.
+
+    Only with so many positions a device that its products are large.
+    """
+    m, length = config.model, config.train.sequence_length
+    if m.experts.count or not set(m.block_kinds) <= {"attention", "local"}:
+        return
+    for context in range(2, devices + 1):
+        if devices % context or length % context or length // context < _LEAST_POSITIONS:
+            continue
+        for data, model in meshes(devices // context, m.num_heads):
+            yield (data, ("context", context), model)
+
+
+def _pipelines_of(config: ModularModelConfig, devices: int) -> Iterator[tuple[tuple[str, int], ...]]:
+    """:func:`meshes` with an axis for stages, where the blocks divide into them."""
+    for stages in range(2, min(devices, config.model.num_layers) + 1):
+        if devices % stages == 0 and can_have_stages(config, stages):
+            for mesh in meshes(devices // stages, config.model.num_heads):
+                yield (("pipeline", stages), *mesh)
+
+
 def layouts(config: ModularModelConfig, target: Slice) -> Iterator[Layout]:
     """The product of meshes, sharding, rematerialisation, microbatches, optimizer sharding and offload.
 
@@ -45,24 +74,38 @@ def layouts(config: ModularModelConfig, target: Slice) -> Iterator[Layout]:
         if rows % data:
             continue
         counts = list(microbatch_counts(rows, data))
-        for count in counts:
-            for remat in ("none", "dots", "full"):
-                for flags in (WHOLE_PRODUCTS, ASYNCHRONOUS) if dict(mesh)["model"] > 1 else (WHOLE_PRODUCTS,):
-                    yield Layout(mesh=mesh, remat=remat, microbatches=count, flags=flags)
-                if data > 1:
-                    for optimizer in ("as parameters", "sharded"):
-                        yield Layout(
-                            mesh=mesh,
-                            parameters="replicated",
-                            optimizer=optimizer,
-                            remat=remat,
-                            microbatches=count,
-                            flags=WHOLE_PRODUCTS,
-                        )
+        yield from _on_mesh(mesh, counts, data)
         # The last resort: the least memory on the device, and the moments in the hosts'.
         yield Layout(
             mesh=mesh, remat="full", microbatches=counts[-1], offload="optimizer", flags=WHOLE_PRODUCTS
         )
+    for mesh in _rings_of(config, target.num_devices):
+        data = dict(mesh)["data"]
+        if rows % data == 0:
+            # Of several rows a device would rather have a whole one.
+            yield from _on_mesh(mesh, [rows // data], data)
+    for mesh in _pipelines_of(config, target.num_devices):
+        data, stages = dict(mesh)["data"], dict(mesh)["pipeline"]
+        counts = [n for n in microbatch_counts(rows, data) if n <= _MOST_TURNS * stages]
+        # Of fewer than stages, most of which would wait, as many as there can be.
+        yield from _on_mesh(mesh, [n for n in counts if n >= stages] or counts[-1:], data)
+
+
+def _on_mesh(mesh: tuple[tuple[str, int], ...], counts: Sequence[int], data: int) -> Iterator[Layout]:
+    for count in counts:
+        for remat in ("none", "dots", "full"):
+            for flags in (WHOLE_PRODUCTS, ASYNCHRONOUS) if dict(mesh)["model"] > 1 else (WHOLE_PRODUCTS,):
+                yield Layout(mesh=mesh, remat=remat, microbatches=count, flags=flags)
+            if data > 1:
+                for optimizer in ("as parameters", "sharded"):
+                    yield Layout(
+                        mesh=mesh,
+                        parameters="replicated",
+                        optimizer=optimizer,
+                        remat=remat,
+                        microbatches=count,
+                        flags=WHOLE_PRODUCTS,
+                    )
 
 
 def microbatch_counts(rows: int, data: int) -> Iterator[int]:
