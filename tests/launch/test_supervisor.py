@@ -311,7 +311,9 @@ def test_a_group_that_stays_broken_ends_with_its_restarts(tmp_path: Path) -> Non
     assert code == 7
     assert {line for line in out if "count" in line} >= {"[3] count 4 2", "[1] count 2 2"}
     assert sizes_of(err) == [("1", "2"), ("2", "2"), ("3", "4")]
-    assert err[-1].startswith("capibara launch: process 3 of 4 failed with exit code 7; the others were stopped")
+    assert err[-1].startswith(
+        "capibara launch: process 3 of 4 failed with exit code 7; the others were stopped"
+    )
 
 
 def sizes_of(err: list[str]) -> list[tuple[str, ...]]:
