@@ -76,12 +76,52 @@ def test_from_a_folder_to_an_endpoint_and_to_its_end(tmp_path: Path) -> None:
             server.stdout.close()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "allowed"),
+    [([], False), (["--allowed-hosts", "here.example"], True), (["--host", "0.0.0.0"], True)],
+    ids=["by default", "added", "for other machines"],
+)
+def test_the_names_that_are_answered(tmp_path: Path, options: list[str], allowed: bool) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "capibara",
+        "serve",
+        str(folder(tmp_path)),
+        "--port",
+        "0",
+        "--max-batch",
+        "1",
+    ]
+    server = subprocess.Popen(
+        [*command, "--quiet", *options],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "CAPIBARA_API_KEYS": ""},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert server.stdout is not None
+        found = re.fullmatch(r"serving tiny at http://[\d.]+:(\d+)/v1\n", server.stdout.readline())
+        assert found is not None
+        url = f"http://127.0.0.1:{found[1]}/v1/models"
+        assert httpx.get(url).status_code == 200
+        for host, code in (("here.example", 200 if allowed else 400), (f"localhost:{found[1]}", 200)):
+            assert httpx.get(url, headers={"host": host}).status_code == code
+    finally:
+        server.kill()
+        server.wait()
+        if server.stdout is not None:
+            server.stdout.close()
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         (["--port", "70000"], "--port: got 70000, expected 0 to 65535"),
         (["--timeout", "0"], "--timeout: got 0, expected seconds above 0"),
         (["--drain", "-1"], "--drain: got -1, expected a number from 0"),
+        (["--allowed-hosts", "example.com,http://b"], "allowed hosts: got 'http://b', expected a name"),
         (["--api-keys", "nowhere.txt"], "--api-keys: 'nowhere.txt' cannot be read"),
         (["--port", "0"], "there is no checkpoint in 'nowhere'"),
     ],

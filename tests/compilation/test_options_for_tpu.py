@@ -51,6 +51,13 @@ rounding, other = compiled(use_bfloat16=True)
 found["bf16"] = ["tensor<256x512xbf16>" in p.lowered_text() for p in (plain, rounding)]
 found["notes"] = list(rounding.notes)
 
+# Shapes alone: the devices are those of the function's own shardings.
+own = tuple(one.sharding for one in args)
+config = TpuCompilationConfig(strict=True, optimization_level="aggressive")
+jitted = create_tpu_optimized_jit(function, config=config, in_shardings=own)
+(program,) = jitted.compile(input_shapes=[tuple(one.shape for one in args)]).programs
+found["in_shardings"] = [program.platform, dict(program.options) == found["aggressive"]]
+
 path = os.path.join(tempfile.mkdtemp(), "step.caprog")
 step = create_tpu_optimized_jit(function)
 packed = pack_program(path, step, args)

@@ -410,6 +410,24 @@ CASES = {
         },
         lambda **given: mixed_with_biases(*given.values()),
     ),
+    "expert_mlp_with_adapters": Case(
+        lambda: p.ExpertMLP("gelu_tanh", adapters=("down", "gate"), adapter_scale=1.5),
+        {
+            "input": draw(3, 2),
+            "weights": draw(3, 2, seed=1),
+            "experts": np.array([[2, 0], [0, 3], [2, 3]]),
+            "gate": draw(4, 2, 3),
+            "up": draw(4, 2, 3, seed=1),
+            "down": draw(4, 3, 2),
+            "gate_a": draw(4, 2, 5),
+            "gate_b": draw(4, 5, 3),
+            "down_a": draw(4, 3, 5),
+            "down_b": draw(4, 5, 2),
+        },
+        lambda input, weights, experts, gate, up, down, gate_a, gate_b, down_a, down_b: mixed(
+            input, weights, experts, gate + 1.5 * gate_a @ gate_b, up, down + 1.5 * down_a @ down_b
+        ),
+    ),
     "clamped_swiglu": Case(
         lambda: p.ClampedSwiGLU(1.2, 1.702),
         {"gate": draw(3, 5), "up": draw(3, 5, seed=1)},

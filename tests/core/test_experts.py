@@ -58,6 +58,8 @@ BIASED = {
     "model.activation_limit": 0.5,
 }
 
+ADAPTED = {"finetune.method": "lora", "finetune.rank": 3, **BIASED}
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -66,8 +68,9 @@ BIASED = {
         (EXPERT, BIASED),
         pytest.param(EXPERT | OTHERS, {}, marks=pytest.mark.slow),
         pytest.param(OTHERS, BIASED, marks=pytest.mark.slow),
+        pytest.param(EXPERT | OTHERS, ADAPTED, marks=pytest.mark.slow),
     ],
-    ids=["experts", "others", "others, biased"],
+    ids=["experts", "others", "others, biased", "with adapters"],
 )
 def test_eight_devices_compute_what_one_does(meshes: dict[str, Any], more: dict[str, Any]) -> None:
     asked = [(shape, names.split()) for names, (shape, _) in meshes.items()]

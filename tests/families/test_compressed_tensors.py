@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from published import SIZES, tokens, write_folder
+from published import tokens, write_folder
+from quantized_folders import CONFIG, shapes
 from safetensors.numpy import load_file, save_file
 
 from capibara.core import ModularCapibaraModel
@@ -17,37 +18,6 @@ from capibara.families import FAMILIES as FAMILIES_BY_NAME
 from capibara.families import FamilyError, open_tensors, read_config
 from capibara.families.compressed.packing import pack_rows, unpack_rows
 from capibara.families.compressed.writing import Quantizer
-
-# A llama whose matrices have groups of 64.
-CONFIG: dict[str, Any] = {
-    **SIZES,
-    "model_type": "llama",
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "vocab_size": 61,
-}
-
-
-def shapes() -> dict[str, tuple[int, ...]]:
-    block = {
-        "input_layernorm.weight": (64,),
-        "self_attn.q_proj.weight": (64, 64),
-        "self_attn.k_proj.weight": (32, 64),
-        "self_attn.v_proj.weight": (32, 64),
-        "self_attn.o_proj.weight": (64, 64),
-        "post_attention_layernorm.weight": (64,),
-        "mlp.gate_proj.weight": (128, 64),
-        "mlp.up_proj.weight": (128, 64),
-        "mlp.down_proj.weight": (64, 128),
-    }
-    outside = {
-        "model.embed_tokens.weight": (61, 64),
-        "model.norm.weight": (64,),
-        "lm_head.weight": (61, 64),
-    }
-    return outside | {f"model.layers.{i}.{name}": shape for i in range(2) for name, shape in block.items()}
 
 
 @pytest.fixture(scope="module")

@@ -57,6 +57,28 @@ def test_the_rest_is_a_divisor(count: int, fewest: int, out: tuple[int, ...], le
     assert not set(chosen) & set(out)
 
 
+@given(st.integers(1, 8).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))), st.data())
+def test_a_broken_group_does_not_go_on_for_ever(sizes: tuple[int, int], data: st.DataObject) -> None:
+    """Between two times that all are taken back, at least one failure counts: it is not that of a trial."""
+    made, now, counted = (
+        slots(count=sizes[0], fewest=sizes[1], replacements=data.draw(st.integers(0, 2))),
+        0.0,
+        0,
+    )
+    for _ in range(30):
+        chosen = made.chosen(now)
+        slot = data.draw(st.sampled_from(chosen))
+        counted += not made.on_trial(slot, after=1.0)
+        now += 1.0
+        made.failed(slot, after=1.0, now=now)
+        if not made.chosen(now):
+            assert counted > 0
+            counted = 0
+            made.all_again()
+            assert made.chosen(now) == tuple(range(sizes[0]))
+            assert made.grows_at(now) is None
+
+
 @given(
     st.integers(1, 12).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))),
     st.integers(0, 3),

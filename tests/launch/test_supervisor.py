@@ -276,18 +276,50 @@ def test_a_slot_that_stays_broken_does_not_use_up_the_restarts(tmp_path: Path) -
     )
 
 
-def test_too_few_are_left(tmp_path: Path) -> None:
+def test_where_too_few_are_left_all_are_tried_again(tmp_path: Path) -> None:
+    # One is killed while there are four, and two while there are two: after that nothing is wrong.
+    body = """
+        killed = pathlib.Path(sys.argv[1], "killed of two")
+        if count == 2 and me == 1:
+            killed.touch()
+            os.kill(os.getpid(), 9)
+        if not killed.exists():
+            if me == 3: os.kill(os.getpid(), 9)
+            wait()
+    """
+    code, _, err = launched(
+        tmp_path,
+        4,
+        BROKEN + textwrap.dedent(body),
+        restarts=5,
+        min_processes=2,
+        replacements=0,
+        retry=600.0,
+        grace=0.2,
+    )
+    assert code == 0
+    assert sizes_of(err) == [("1", "2"), ("2", "2"), ("3", "4")]
+    last = [line for line in err if "starting all again" in line][-1]
+    assert last.endswith(", and no divisor of 4 from min_processes=2 on would be left")
+
+
+def test_a_group_that_stays_broken_ends_with_its_restarts(tmp_path: Path) -> None:
     body = "if me == count - 1: sys.exit(7)\nwait()"
     code, out, err = launched(
-        tmp_path, 4, BROKEN + body, restarts=9, min_processes=2, replacements=0, grace=0.2
+        tmp_path, 4, BROKEN + body, restarts=3, min_processes=2, replacements=0, retry=600.0, grace=0.2
     )
     assert code == 7
     assert {line for line in out if "count" in line} >= {"[3] count 4 2", "[1] count 2 2"}
-    assert re.fullmatch(
-        r"capibara launch: process 1 of 2 cannot be replaced: .*, and no divisor of 4 from min_processes=2 on would "
-        "be left",
-        err[-1],
+    assert sizes_of(err) == [("1", "2"), ("2", "2"), ("3", "4")]
+    assert err[-1].startswith(
+        "capibara launch: process 3 of 4 failed with exit code 7; the others were stopped"
     )
+
+
+def sizes_of(err: list[str]) -> list[tuple[str, ...]]:
+    """Of each restart its number, and how many processes it has."""
+    found = (re.search(r"starting all again \((\d) of .*\), with (\d) of 4", line) for line in err)
+    return [one.groups() for one in found if one is not None]
 
 
 def test_a_signal_while_all_are_stopped_to_be_more(tmp_path: Path) -> None:

@@ -35,7 +35,9 @@ def adapted(folder: Path, name: str, seed: int) -> ModularCapibaraModel:
 
     def one(path: Any, leaf: jax.Array) -> jax.Array:
         last = jax.tree_util.keystr(path[-1:], simple=True)
-        return jnp.asarray(random.normal(size=leaf.shape) * 0.3, leaf.dtype) if last == "lora_b" else leaf
+        return (
+            jnp.asarray(random.normal(size=leaf.shape) * 0.3, leaf.dtype) if last.endswith("lora_b") else leaf
+        )
 
     model.params = jax.tree_util.tree_map_with_path(one, model.params)
     return model
@@ -115,6 +117,24 @@ def test_texts_are_those_of_merged_models(engine: Engine, merged: dict[str, Modu
     assert written == [whole(merged[request.adapter], request) for request in asked]
     assert engine.statistics().cached_prompt_tokens > 0
     assert engine.statistics().pages_used == 0
+
+
+@pytest.mark.slow
+def test_adapters_of_experts(tmp_path: Path) -> None:
+    facts = recorded_facts()["mixtral"]
+    folders = {"": write_folder(tmp_path / "base", facts["config"], facts["shapes"])}
+    models = {"": ModularCapibaraModel.from_pretrained(folders[""])}
+    for seed, name in enumerate(ADAPTERS):
+        made = adapted(folders[""], name, seed)
+        assert made.pretrained is not None
+        save_adapter(made, made.params, tmp_path / name, made.pretrained.family)
+        models[name] = made.merged()
+    asked = requests(9)
+    with engine_of(folders) as engine:
+        for name in ADAPTERS:
+            engine.load_adapter(name, tmp_path / name)
+        streams = [engine.submit(request) for request in asked]
+        assert [tokens(s) for s in streams] == [whole(models[r.adapter], r) for r in asked]
 
 
 @pytest.mark.slow

@@ -112,6 +112,34 @@ def test_guesses_of_another_model(kind: str, without: Any, model: ModularCapibar
     assert statistics.guessed_tokens > statistics.right_guesses
 
 
+@pytest.mark.parametrize("draft", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_texts_with_penalties_are_guessed(model: ModularCapibaraModel, draft: bool) -> None:
+    random = np.random.default_rng(3)
+    asked = []
+    for number in range(16):
+        sampling = Sampling(
+            temperature=float(random.choice([0, 0.7])),
+            presence_penalty=float(random.choice([0.5, -0.5, 1.5])),
+            frequency_penalty=float(random.choice([0, 0.3, -0.3])),
+            repetition_penalty=float(random.choice([1.0, 1.2])),
+            logit_bias=((int(random.integers(0, 8)), 2.0),) if number % 4 == 0 else (),
+        )
+        prompt = tuple(random.integers(0, 8, random.integers(1, 20)).tolist())
+        least = int(random.integers(0, 12))
+        asked.append(
+            Request(prompt, max_tokens=20, sampling=sampling, seed=number, logprobs=1, min_tokens=least,
+                    stop_tokens=frozenset(range(8)) if number % 3 == 0 else frozenset())
+        )  # fmt: skip
+    want, before = written(model, asked, None)
+    texts, statistics = written(model, asked, Speculation(3, draft=model if draft else None))
+    check(texts, want)
+    assert statistics.right_guesses > 0
+    assert statistics.steps < before.steps
+    if draft:  # which has the same penalties
+        assert statistics.right_guesses > 0.9 * statistics.guessed_tokens
+    assert statistics.pages_used == statistics.compilations == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["latent", "experts", "attention"])
 @pytest.mark.parametrize("draft", [False, True])

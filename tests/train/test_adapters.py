@@ -154,10 +154,76 @@ def test_targets_choose_the_weights() -> None:
     }
     with pytest.raises(ValueError, match="expected each once"):
         model_with('finetune.targets=["value", "value"]')
-    with pytest.raises(ValueError, match=r"experts take no adapters.*query.*out"):
-        model_with("finetune.method=lora", "experts.count=4")
+    for more in ("finetune.dropout=0.1", "finetune.base=nf4"):
+        with pytest.raises(
+            ValueError, match=rf"{more.split('=')[0]}: got.*experts.*weights of attention alone.*query"
+        ):
+            model_with("finetune.method=lora", "experts.count=4", more)
+        model_with("finetune.method=lora", "experts.count=4", more, 'finetune.targets=["query"]')
     with pytest.raises(ValueError, match=r"finetune\.targets"):
         model_with('finetune.targets=["lm_head"]')
+
+
+MIXTURE = [
+    *("experts.count=4", "experts.per_token=2", "experts.dim=8", "experts.shared_dim=12", "num_layers=3")
+]
+LOW = ("finetune.method=lora", "finetune.rank=3", "finetune.alpha=6")
+
+
+def test_experts_have_adapters_of_their_own() -> None:
+    plain, model = (
+        model_with(*MIXTURE, "experts.first_dense=1"),
+        model_with(*MIXTURE, "experts.first_dense=1", *LOW),
+    )
+    params = model.with_adapters(plain.params)
+    tokens = TOKENS[:, 1:]
+    np.testing.assert_allclose(model.apply(params, tokens), plain(tokens), atol=2e-5)
+    random = np.random.default_rng(0)
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: jnp.asarray(random.normal(size=leaf.shape) * 0.3, jnp.float32)
+        if path[-1].key.endswith("lora_b") else leaf, params,
+    )  # fmt: skip
+    merged = model.merged(params)
+    assert named(merged.params).keys() == named(plain.params).keys()
+    own, after = params["blocks"]["mlp"], merged.params["blocks"]["mlp"]
+    for name in ("gate", "up", "down"):
+        change = np.einsum("leir,lero->leio", own[f"{name}_lora_a"], own[f"{name}_lora_b"])
+        np.testing.assert_allclose(after[name], own[name] + 6 / 3 * change, atol=1e-5)
+    expected = model.apply(params, tokens)
+    np.testing.assert_allclose(merged(tokens), expected, atol=5e-5)
+    assert np.abs(np.asarray(expected - plain(tokens))).max() > 0.05
+    logits, _ = model.decode(params, jnp.asarray(tokens), model.init_cache(4, 16))
+    np.testing.assert_allclose(logits, expected, atol=5e-5)
+    # Of each of two layers: attention, the shared layer, and two of four experts a token.
+    attention, shared, expert = 3 * ((16 + 16) + 2 * (16 + 8) + 32), 3 * 3 * (16 + 12), 3 * 3 * (16 + 8)
+    dense = 3 * 3 * (16 + 24)
+    assert model.num_params - plain.num_params == 3 * attention + dense + 2 * (shared + 4 * expert)
+    used = 3 * attention + dense + 2 * (shared + 2 * expert)
+    assert model.flops_per_token(16, training=False) - plain.flops_per_token(16, training=False) == 2 * used
+
+
+@pytest.mark.slow
+def test_gradients_of_experts_are_those_of_the_merged_weights() -> None:
+    plain, model = model_with(*MIXTURE), model_with(*MIXTURE, *LOW)
+    random = np.random.default_rng(1)
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: jnp.asarray(random.normal(size=leaf.shape) * 0.3, jnp.float32)
+        if path[-1].key.endswith("lora_b") else leaf, model.with_adapters(plain.params),
+    )  # fmt: skip
+
+    def of(one: ModularCapibaraModel, given: Any) -> Any:
+        return jax.grad(lambda p: one.loss(p, {"tokens": TOKENS}, state={}, train=False)[0])(given)
+
+    ours, theirs = of(model, params), of(plain, model.merged(params).params)
+    own, got, want = (tree["blocks"]["mlp"] for tree in (params, ours, theirs))
+    for name in ("gate", "up", "down"):
+        a, b, slope = own[f"{name}_lora_a"], own[f"{name}_lora_b"], np.asarray(want[name])
+        np.testing.assert_allclose(
+            got[f"{name}_lora_a"], 2 * np.einsum("leio,lero->leir", slope, b), atol=2e-5
+        )
+        np.testing.assert_allclose(
+            got[f"{name}_lora_b"], 2 * np.einsum("leir,leio->lero", a, slope), atol=2e-5
+        )
 
 
 def test_moments_of_a_mesh_are_those_of_adapters() -> None:

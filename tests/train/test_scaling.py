@@ -269,6 +269,22 @@ def test_measurements_are_kept() -> None:
     assert scaler.decisions == ()
 
 
+def test_a_failed_move_puts_back_all_that_a_place_makes() -> None:
+    from capibara.train.scaling.moves import _PLACED
+
+    def apply(params: Any, x: Any) -> Any:
+        return x @ params["w"]
+
+    trainer = TpuDistributedTrainer(
+        (lambda key: {"w": jax.random.normal(key, (4, 2))}, apply),
+        jax.sharding.Mesh(jax.devices()[:1], ("data",)),
+    )
+    before = dict(vars(trainer))
+    trainer._place(trainer.mesh, trainer.layout)
+    changed = {name for name, value in vars(trainer).items() if value is not before.get(name)}
+    assert {"placement", "_step", "_described", "_feeder"} <= changed <= set(_PLACED)
+
+
 def test_what_was_not_scaled_is_said() -> None:
     with pytest.warns(UserWarning, match="nothing was trained inside it"), TpuAutoScaler().managed_scaling():
         pass

@@ -64,6 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="one key a line; requests need one (also: CAPIBARA_API_KEYS, with commas)",
     )
     parser.add_argument(
+        "--allowed-hosts",
+        metavar="NAMES",
+        help="what requests may have in Host besides localhost and loopback addresses, with commas: example.com, "
+        "*.example.com; *: anything (default: nothing else where only this machine can ask and no key is needed, "
+        "otherwise anything)",
+    )
+    parser.add_argument(
         "--draft-model",
         metavar="MODEL",
         help="a smaller model of the same vocabulary, which guesses the next tokens",
@@ -129,6 +136,7 @@ def _run(args: argparse.Namespace) -> int:
     except ImportError:
         raise MissingExtraError("uvicorn", "serve", "capibara serve") from None
     from capibara.serve.http import Keys, ServerSettings
+    from capibara.serve.http.access import host_names, is_loopback
 
     if not 0 <= args.port < 1 << 16:
         raise ConfigError(f"--port: got {args.port}, expected 0 to 65535")
@@ -139,9 +147,14 @@ def _run(args: argparse.Namespace) -> int:
             )
     if args.timeout is not None and not args.timeout > 0:
         raise ConfigError(f"--timeout: got {args.timeout:g}, expected seconds above 0")
-    keys = Keys(_keys(args.api_keys))
+    given = _keys(args.api_keys)
+    keys = Keys(given)
+    named = None if args.allowed_hosts is None else host_names(args.allowed_hosts.split(","))
     # Before the model is loaded: a port that is taken should not cost minutes.
     listener = _listen(args.host, args.port)
+    # Pages of other sites must not reach, through this machine's browser, what everybody on this machine may ask.
+    reachable = given or not is_loopback(listener.getsockname()[0])
+    hosts = named if named is not None else None if reachable else host_names([args.host])
     with listener, contextlib.ExitStack() as kept:
         kept.enter_context(keep_compiled(lambda why: print(why, file=sys.stderr), min_seconds=0.0))
         bundle = _bundle(args)
@@ -154,7 +167,12 @@ def _run(args: argparse.Namespace) -> int:
             args,
             loaded,
             ServerSettings(
-                keys, args.max_body, args.timeout, page=not args.no_page, load_adapters=args.load_adapters
+                keys,
+                args.max_body,
+                args.timeout,
+                page=not args.no_page,
+                load_adapters=args.load_adapters,
+                hosts=hosts,
             ),
             bundle,
             early,

@@ -350,7 +350,7 @@ class OptimizedJit:
             self._last = None
 
     def _compile(self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-        platform = platform_of(signature)
+        platform = platform_of(signature, self._shardings)
         effects = self.config.effects(platform)
         options = compiler_options(effects)
         for effect in effects:

@@ -82,11 +82,19 @@ class ModularModelConfig(Section):
         experts = [name for name in self.finetune.targets if name in ("gate", "up", "down")]
         if self.finetune.method == "lora" and self.model.experts.count and experts:
             rest = self._attention_weights()
-            yield Problem(
-                "finetune.targets",
-                f"has {experts[0]!r}, but experts take no adapters. "
-                + (f"Give weights of attention: {rest!r}" if rest else "Set finetune.method=full"),
-            )
+            others = f", or give weights of attention alone: finetune.targets={rest!r}" if rest else ""
+            if self.finetune.dropout:
+                yield Problem(
+                    "finetune.dropout",
+                    f"got {self.finetune.dropout}, but the adapters of experts ({experts[0]!r}) have no dropout. Set "
+                    f"finetune.dropout=0{others}",
+                )
+            if self.finetune.base != "none":
+                yield Problem(
+                    "finetune.base",
+                    f"got {self.finetune.base!r}, but experts ({experts[0]!r}) that have adapters are not stored in "
+                    f"8 or 4 bits. Set finetune.base=none{others}",
+                )
 
     def _attention_weights(self) -> list[str]:
         """The weights of attention that may have adapters."""

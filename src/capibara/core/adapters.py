@@ -7,12 +7,18 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from capibara.config.sections import ExpertsSection
 
 __all__ = [
     "adapter_mask",
+    "adapter_part",
+    "adapter_products",
     "add_adapters",
     "dequantise_base",
+    "factor_names",
     "is_adapter",
     "merge_adapters",
     "only_adapters",
@@ -23,17 +29,49 @@ _DOWN, _UP, _WEIGHT = "lora_a", "lora_b", "weight"
 _CODES, _SCALES = "weight_codes", "weight_scales"
 
 
+def adapter_part(name: str) -> Literal["a", "b"] | None:
+    """Which factor of an adapter a parameter of this name is; ``None``: it is not one's.
+
+    Those of a layer's ``weight`` are ``lora_a`` and ``lora_b``; those of a matrix of experts have its name in front:
+    ``gate_lora_a``.
+    """
+    if name == _DOWN or name.endswith(f"_{_DOWN}"):
+        return "a"
+    return "b" if name == _UP or name.endswith(f"_{_UP}") else None
+
+
+def factor_names(name: str) -> tuple[str, str]:
+    """The names of an adapter's two factors beside the weight of this name."""
+    before = "" if name == _WEIGHT else f"{name}_"
+    return before + _DOWN, before + _UP
+
+
 def adapter_mask(params: Mapping[str, Any]) -> dict[str, Any]:
     """A boolean for each parameter, nested like them: whether it is an adapter's."""
     return {
-        key: adapter_mask(value) if isinstance(value, Mapping) else key in (_DOWN, _UP)
+        key: adapter_mask(value) if isinstance(value, Mapping) else adapter_part(key) is not None
         for key, value in params.items()
     }
 
 
 def is_adapter(path: tuple[str, ...]) -> bool:
     """Whether a parameter's path is that of an adapter."""
-    return path[-1] in (_DOWN, _UP)
+    return adapter_part(path[-1]) is not None
+
+
+def adapter_products(specs: Mapping[tuple[str, ...], Any], experts: ExpertsSection) -> float:
+    """Elements of adapters that the products of one token take: of a mixture those of the experts that it uses.
+
+    Args:
+      specs: the model's parameters. experts: its settings.
+    """
+    used = experts.per_token / experts.count if experts.count else 1.0
+    total = 0.0
+    for path, spec in specs.items():
+        if is_adapter(path):
+            share = used if "experts" in (spec.axes or ()) else 1.0
+            total += share * math.prod(spec.sizes({}, "a parameter"))
+    return total
 
 
 def only_adapters(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,7 +79,7 @@ def only_adapters(params: Mapping[str, Any]) -> dict[str, Any]:
     found = {
         key: only_adapters(value) if isinstance(value, Mapping) else value
         for key, value in params.items()
-        if isinstance(value, Mapping) or key in (_DOWN, _UP)
+        if isinstance(value, Mapping) or adapter_part(key) is not None
     }
     return {key: value for key, value in found.items() if not isinstance(value, Mapping) or value}
 
@@ -58,7 +96,8 @@ def merge_adapters(params: Mapping[str, Any], scale: float) -> dict[str, Any]:
     """The parameters with ``scale * a @ b`` added to each adapted weight, computed in float32 at least.
 
     Args:
-      params: nested dicts; ``lora_a [*stack, *in, rank]`` and ``lora_b [*stack, rank, *out]`` beside ``weight``.
+      params: nested dicts; ``lora_a [*stack, *in, rank]`` and ``lora_b [*stack, rank, *out]`` beside ``weight``. Those
+        of experts (``gate_lora_a`` …) are beside their matrices, and the stack has the experts.
       scale: ``alpha / rank``.
     """
     import jax.numpy as jnp
@@ -67,11 +106,13 @@ def merge_adapters(params: Mapping[str, Any], scale: float) -> dict[str, Any]:
     for key, value in params.items():
         if isinstance(value, Mapping):
             merged[key] = merge_adapters(value, scale)
-        elif key == _WEIGHT and _DOWN in params:
+        elif (down := factor_names(key)[0]) in params:
             wide = jnp.promote_types(value.dtype, jnp.float32)
-            change = _product(params[_DOWN].astype(wide), params[_UP].astype(wide), value.ndim)
+            change = _product(
+                params[down].astype(wide), params[factor_names(key)[1]].astype(wide), value.ndim
+            )
             merged[key] = (value.astype(wide) + scale * change).astype(value.dtype)
-        elif key not in (_DOWN, _UP):
+        elif adapter_part(key) is None:
             merged[key] = value
     return merged
 

@@ -50,6 +50,7 @@ from capibara.compose import (
 )
 from capibara.compose.initializers import Constant, Normal, Scaled, zeros
 from capibara.compose.logical.shapes import Dim
+from capibara.compose.primitives.experts import EXPERT_MATRICES
 from capibara.compose.primitives.paged import Pools, StepShape
 from capibara.config.sections import FinetuneSection, ModelSection
 from capibara.core.rotary import attention_scale, rotary_turns
@@ -422,7 +423,7 @@ def _turn(
 
     ``low`` are the adapters of their weights; ``dense`` blocks have no experts.
     """
-    mlp = partial(_mlp, low=low) if dense else _experts
+    mlp = partial(_mlp if dense else _experts, low=low)
     blocks = [_BLOCKS[kind](config, form, low, mlp) for kind in kinds]
     if len(blocks) == 1:
         return blocks[0]
@@ -491,7 +492,7 @@ def _mlp(config: ModelSection, low: dict[str, Adapter]) -> Model:
     )
 
 
-def _experts(config: ModelSection) -> Model:
+def _experts(config: ModelSection, low: dict[str, Adapter]) -> Model:
     e = config.experts
     return Experts(
         config.embed_dim,
@@ -511,6 +512,7 @@ def _experts(config: ModelSection) -> Model:
         alpha=config.activation_alpha,
         use_bias=config.mlp_bias,
         logit_bias=e.logit_bias,
+        adapters={part: low[part] for part in EXPERT_MATRICES if part in low},
     )
 
 

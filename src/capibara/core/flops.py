@@ -8,13 +8,13 @@ __all__ = ["attention_scores", "decoding_flops", "flops_per_token"]
 
 
 def flops_per_token(
-    config: ModelSection, sequence_length: int, training: bool = True, *, adapters: int | None = None
+    config: ModelSection, sequence_length: int, training: bool = True, *, adapters: float | None = None
 ) -> float:
     """Floating-point operations per token of a sequence of this length: 2 per multiply-add, 3× forward in training
     (the search for the nearest code only once).
 
-    With ``adapters``, a number of parameters, only these are trained: products with other weights count 2× forward in
-    training.
+    With ``adapters``, as many parameters as the products of a token take, only adapters are trained: products with
+    other weights count 2× forward in training.
 
     Matrix products with parameters, attention over visible pairs only (if causal, half the square), and the recurrence
     of state-space blocks in its sequential form. Latent attention counts in its form for whole sequences: keys and

@@ -22,6 +22,7 @@ from capibara.config import ModularModelConfig
 from capibara.config.axes import AxisRules
 from capibara.core.adapters import (
     adapter_mask,
+    adapter_products,
     add_adapters,
     dequantise_base,
     is_adapter,
@@ -725,7 +726,9 @@ class ModularCapibaraModel:
 
     def flops_per_token(self, sequence_length: int, training: bool = True) -> float:
         """See :func:`flops_per_token`, for this model."""
-        adapters = None if self.trainable is None else self._adapter_size
+        adapters = None
+        if self.trainable is not None:
+            adapters = adapter_products(self.compiled.params, self.config.model.experts)
         return flops_per_token(self.config.model, sequence_length, training, adapters=adapters)
 
     @property

@@ -202,9 +202,8 @@ def open_tensors(folder: str | os.PathLike[str], source: Pretrained) -> ModelTen
     if is_gguf(folder):
         return GgufTensors(folder)
     path = Path(folder)
-    if is_read_from_archives(path):
-        return ArchiveTensors(path)
-    files = TensorFiles(folder)
+    # An archive of a quantized folder has the parts of its matrices, as the folder's own files have them.
+    files = ArchiveTensors(path) if is_read_from_archives(path) else TensorFiles(path)
     with contextlib.ExitStack() as stack:
         stack.enter_context(files)
         if source.scheme is None:

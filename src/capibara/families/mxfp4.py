@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,9 +21,6 @@ from capibara.families.compressed.decoded import DecodedTensors
 from capibara.families.entries import Entries
 from capibara.families.errors import FamilyError
 from capibara.families.tensors import ModelTensors
-
-if TYPE_CHECKING:
-    from capibara.families.folder import TensorFiles
 
 __all__ = ["DECODED", "Mxfp4Tensors", "decode", "is_mxfp4", "unpacked"]
 
@@ -69,7 +66,7 @@ def decode(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return found.reshape(*scales.shape[:-1], 2 * _BYTES * scales.shape[-1])
 
 
-def unpacked(files: TensorFiles) -> ModelTensors:
+def unpacked(files: ModelTensors) -> ModelTensors:
     """``files`` with what is in MXFP4 decoded; itself if nothing is.
 
     Raises:
@@ -81,7 +78,7 @@ def unpacked(files: TensorFiles) -> ModelTensors:
 class Mxfp4Tensors(DecodedTensors):
     """The tensors of a folder; those in MXFP4 appear as bfloat16."""
 
-    def __init__(self, files: TensorFiles) -> None:
+    def __init__(self, files: ModelTensors) -> None:
         super().__init__(files)
         for name, (file, stored) in files.tensors.items():
             if name.endswith(_BLOCKS):

@@ -22,6 +22,13 @@ from capibara.families.family import Family
 from capibara.families.folder import read_json
 from capibara.families.keys import shown_key
 from capibara.families.loading import placed_tensors
+from capibara.families.peft_experts import (
+    adapted_experts,
+    is_stacked,
+    parameter_targets,
+    read_pair,
+    stacked_pairs,
+)
 from capibara.files import replace_file
 
 if TYPE_CHECKING:
@@ -33,7 +40,12 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 _MOST_CONFIG = 1 << 20
 _MOST_RANK, _MOST_ALPHA = 65_536, 1e6  # of [finetune]
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
-_READ = frozenset({"peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "bias"})
+_READ = frozenset(
+    {
+        *("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "bias"),
+        *("target_parameters", "rank_pattern", "alpha_pattern"),
+    }
+)
 # What says nothing about the numbers that come out, or nothing more than the tensors do.
 _WITHOUT_EFFECT = frozenset(
     {
@@ -66,22 +78,33 @@ def save_adapter(
       What ``adapter_config.json`` says.
 
     Raises:
-      FamilyError: there are no adapters, or the family stores several adapted weights in one tensor.
+      FamilyError: there are no adapters, the family stores several adapted weights in one tensor, or PEFT cannot tell
+        its experts from its other feed-forward layers.
       OSError: the folder cannot be written; what was there is unchanged.
     """
     if model.trainable is None:
         raise FamilyError(
             "adapter: the model has none (finetune.method='full'). Remedy: export the whole model"
         )
+    from capibara.core.adapters import factor_names
+
     finetune = model.config.finetune
+    _check_experts(model, family)
     tensors: dict[str, np.ndarray] = {}
     modules = set()
-    for module, path, index, _, _ in _adapted(family, model):
-        down, up = (np.asarray(_at(params, path, name, index)) for name in ("lora_a", "lora_b"))
+    together = is_stacked(family, finetune.targets) and any(True for _ in adapted_experts(model))
+    for module, factors, index, _, _ in _adapted(family, model):
+        if together and factors[0][-1] != factor_names("weight")[0]:
+            continue
+        down, up = (np.asarray(_at(params, path)[index]) for path in factors)
         rank = down.shape[-1]
         tensors[f"base_model.model.{module}.lora_A.weight"] = down.reshape(-1, rank).T
         tensors[f"base_model.model.{module}.lora_B.weight"] = up.reshape(rank, -1).T
         modules.add(module.rpartition(".")[2])
+    stacked: dict[str, Any] = {}
+    if together:
+        more, stacked = stacked_pairs(model, lambda path, index: np.asarray(_at(params, path)[index]), family)
+        tensors |= more
     values = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -93,6 +116,7 @@ def save_adapter(
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
+        **stacked,
     }
     kinds = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
     form = FORMATS[kinds[model.config.precision.param_dtype]]
@@ -145,12 +169,17 @@ def adapter_settings(folder: str | os.PathLike[str], family: Family) -> dict[str
     if not isinstance(rescaled, bool):
         raise FamilyError(f"{path}: use_rslora: got {rescaled!r:.40}, expected true or false")
     known = {
-        rule.name.removesuffix(".weight").rpartition(".")[2]: piece.path.split(".")[-2]
+        rule.name.removesuffix(".weight").rpartition(".")[2]: target
         for rule in family.inside
         for piece in rule.pieces
-        if piece.path.endswith(".weight") and piece.path.split(".")[-2] in get_args(AdapterTarget)
+        if rule.name.endswith(".weight") and (target := _target(piece.path)) is not None
     }
-    if not isinstance(names, list) or not names or not all(isinstance(n, str) and n in known for n in names):
+    targets = parameter_targets(values, family, path)
+    if (names is None or names == []) and targets:
+        names = []
+    elif (
+        not isinstance(names, list) or not names or not all(isinstance(n, str) and n in known for n in names)
+    ):
         raise FamilyError(
             f"{path}: target_modules: got {names!r:.200}, expected some of {', '.join(known)}: weights of "
             f"{family.name}'s blocks"
@@ -162,7 +191,7 @@ def adapter_settings(folder: str | os.PathLike[str], family: Family) -> dict[str
         "finetune.rank": rank,
         "finetune.alpha": float(alpha),
         "finetune.dropout": float(dropout),
-        "finetune.targets": list(dict.fromkeys(known[name] for name in names)),
+        "finetune.targets": list(dict.fromkeys([*(known[name] for name in names), *targets])),
     }
 
 
@@ -185,6 +214,8 @@ def load_adapter(
     """
     import jax
 
+    from capibara.core.adapters import factor_names
+
     path = Path(folder) / ADAPTER_WEIGHTS
     try:
         file = SafetensorsFile(path)
@@ -204,20 +235,39 @@ def load_adapter(
                 )
             given[found[1], found[2]] = name
         flat = {name: np.array(leaf) for name, leaf in _adapters(params)}
-        for module, place, index, ins, outs in _adapted(family, model):
-            rank = model.config.finetune.rank
-            for part, shape, name in (("A", (rank, ins), "lora_a"), ("B", (outs, rank), "lora_b")):
-                if (stored := given.pop((module, part), None)) is None:
-                    raise FamilyError(
-                        f"{path}: has no lora_{part} of {module}. Remedy: the {ADAPTER_CONFIG} that was saved with it"
-                    )
-                form, found_shape, _, _ = file.tensors[stored]
-                if found_shape != shape or not form.is_float or form.bits < 16:
-                    raise FamilyError(
-                        f"{path}: {stored} is {form.name} {found_shape}, expected floating-point numbers {shape}"
-                    )
-                target = flat[(*place, name)]
-                values = file.read(stored).view(numpy_dtype(form)).reshape(shape).T
+        rank = model.config.finetune.rank
+
+        def read(module: str, part: str, shapes: list[tuple[int, ...]]) -> np.ndarray:
+            """One factor of an adapter, in one of these shapes."""
+            if (stored := given.pop((module, part), None)) is None:
+                raise FamilyError(
+                    f"{path}: has no lora_{part} of {module}. Remedy: the {ADAPTER_CONFIG} that was saved with it"
+                )
+            form, shape, _, _ = file.tensors[stored]
+            if shape not in shapes or not form.is_float or form.bits < 16:
+                raise FamilyError(
+                    f"{path}: {stored} is {form.name} {shape}, expected floating-point numbers "
+                    f"{' or '.join(map(str, shapes))}"
+                )
+            return file.read(stored).view(numpy_dtype(form)).reshape(shape)
+
+        done: set[Path_] = set()
+        config = read_json(Path(folder) / ADAPTER_CONFIG, _MOST_CONFIG)
+        if config.get("target_parameters"):
+            stacked = parameter_targets(config, family, Path(folder) / ADAPTER_CONFIG)
+            mixture = model.config.model
+            sizes = mixture.experts.count, mixture.embed_dim, mixture.resolved_expert_dim, rank
+            for module, place, turn in adapted_experts(model):
+                for name, *factors in read_pair(module, stacked, family, sizes, read, path):
+                    for one, values in zip(factor_names(name), factors, strict=True):
+                        flat[(*place, one)][turn] = values.astype(flat[(*place, one)].dtype)
+                        done.add((*place, one))
+        for module, factors, index, ins, outs in _adapted(family, model):
+            if factors[0] in done:
+                continue
+            for part, shape, place in zip("AB", ((rank, ins), (outs, rank)), factors, strict=True):
+                target = flat[place]
+                values = read(module, part, [shape]).T
                 target[index] = values.astype(target.dtype).reshape(target[index].shape)
         if given:
             raise FamilyError(
@@ -242,26 +292,49 @@ def _adapters(params: Mapping[str, Any], path: Path_ = ()) -> Iterator[tuple[Pat
             yield (*path, key), value
 
 
-def _adapted(family: Family, model: ModularCapibaraModel) -> Iterator[tuple[str, Path_, Any, int, int]]:
-    """For each adapted weight of each block its module in the family, its path, its index in a stack, its sizes."""
+def _check_experts(model: ModularCapibaraModel, family: Family) -> None:
+    """Refuse adapters of experts beside others with the same names of modules: PEFT would leave these out."""
+    mixture = model.config.model.experts
+    if any(True for _ in adapted_experts(model)) and (mixture.shared_dim or mixture.first_dense):
+        raise FamilyError(
+            f"family={family.name!r}: experts have adapters, and so have feed-forward layers that all tokens use; PEFT "
+            "does not tell them apart. Remedy: export the merged model, without --adapter, or train adapters of "
+            "attention alone (finetune.targets)"
+        )
+
+
+def _target(path: str) -> str | None:
+    """The target that a weight is, by its path in its block: ``attention.query.weight``; ``mlp.gate`` of experts."""
+    names = path.removesuffix(".weight").split(".")
+    return names[-1] if names[-1] in get_args(AdapterTarget) else None
+
+
+def _adapted(
+    family: Family, model: ModularCapibaraModel
+) -> Iterator[tuple[str, tuple[Path_, Path_], tuple[int, ...], int, int]]:
+    """Each adapted weight of each block and expert: module, paths of its factors, index in their stacks, sizes."""
+    from capibara.core.adapters import factor_names
+
     specs = model.compiled.params
     for placed in placed_tensors(family, model):
+        if not placed.name.endswith(".weight"):
+            continue  # a parameter of all experts
         for _, path, index, _, _ in placed.parts:
-            if path[-1] != "weight" or (*path[:-1], "lora_a") not in specs:
+            down, up = ((*path[:-1], name) for name in factor_names(path[-1]))
+            if down not in specs:
                 continue
             if len(placed.parts) > 1:
                 raise FamilyError(
                     f"family={family.name!r}: {placed.name} holds several adapted weights, which PEFT has one adapter "
                     "for. Remedy: export the merged model, without --adapter"
                 )
-            ins, outs = (specs[(*path[:-1], name)].sizes({}, "a parameter") for name in ("lora_a", "lora_b"))
-            stacked = 0 if index is None else 1
-            sizes = int(np.prod(ins[stacked:-1])), int(np.prod(outs[stacked + 1 :]))
-            yield placed.name.removesuffix(".weight"), path[:-1], ... if index is None else index, *sizes
+            ins, outs = (specs[one].sizes({}, "a parameter") for one in (down, up))
+            sizes = int(np.prod(ins[len(index) : -1])), int(np.prod(outs[len(index) + 1 :]))
+            yield placed.name.removesuffix(".weight"), (down, up), index, *sizes
 
 
-def _at(params: Mapping[str, Any], path: Path_, name: str, index: Any) -> Any:
+def _at(params: Mapping[str, Any], path: Path_) -> Any:
     value: Any = params
     for key in path:
         value = value[key]
-    return value[name][index]
+    return value

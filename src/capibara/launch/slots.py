@@ -3,7 +3,8 @@
 A group has a slot for each process that was asked for, with the devices of that slot. A process that fails is replaced
 in its slot. If it fails there again, soon after it was started, something is wrong with the slot: it is left out for a
 while, and the group goes on with fewer, so many that batches which all slots could share still can be shared: a
-divisor of their number. What is wrong may pass, so the slot is tried again, after twice as long each time.
+divisor of their number. What is wrong may pass, so the slot is tried again, after twice as long each time. Where too
+few are left for a group, nothing is gained by leaving slots out, and all of them are tried again at once.
 """
 
 from __future__ import annotations
@@ -46,6 +47,15 @@ class Slots:
         # The next failure counts as one more, not as a first one.
         self._failures[slot], self._back_at[slot] = self._replacements, now + wait
         return True
+
+    def all_again(self) -> None:
+        """Take all slots back, as if none had failed.
+
+        So the next failure of each is not one of a trial (:meth:`on_trial`): who counts the others comes to an end.
+        """
+        self._failures = [0] * self.count
+        self._times_out = [0] * self.count
+        self._back_at = [-math.inf] * self.count
 
     def on_trial(self, slot: int, *, after: float) -> bool:
         """Whether a failure ``after`` so many seconds only says that what was wrong with a slot still is."""

@@ -103,7 +103,7 @@ def launch_processes(
         is not counted. With restarts each process has some memory that the one in its place finds again
         (:mod:`capibara.launch.memory`).
       min_processes: go on with fewer, a divisor of ``count`` and at least so many, when a process cannot be replaced;
-        by default with all or none.
+        by default with all or none. Where too few would be left, all are tried again, as long as there are restarts.
       replacements: how often in a row a process is replaced that fails within a minute of its start; then the group
         goes on without it (:class:`capibara.launch.slots.Slots`).
       retry: seconds after which a process that could not be replaced is tried again: all are stopped with SIGTERM, and
@@ -187,9 +187,11 @@ def launch_processes(
                 who = f"process {group.culprit} of {len(chosen)}"
                 cause = f"{who} cannot be replaced: it failed {ran:.0f} s after its start"
                 if not left:
-                    words = f"and no divisor of {count} from min_processes={fewest} on would be left"
-                    group.say(f"{cause}, {words}")
-                    return code
+                    # Two failures in a row may have been two that have nothing to do with the slot. A group that
+                    # cannot become smaller goes on as one without min_processes does: as long as it may be restarted.
+                    slots.all_again()
+                    left = slots.chosen(now)
+                    cause += f", and no divisor of {count} from min_processes={fewest} on would be left"
                 words += f", with {len(left)} of {count} processes; {cause}"
             group.say(words)
 

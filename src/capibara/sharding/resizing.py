@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from functools import lru_cache
 
 from capibara.errors import ConfigError
 from capibara.sharding.layout import Layout
@@ -19,6 +20,7 @@ __all__ = ["mesh_sizes", "resized"]
 _ELASTIC = ("data", "fsdp")
 
 
+@lru_cache(maxsize=256)  # a run that may be scaled asks before every step
 def mesh_sizes(layout: Layout, rows: int, most: int) -> tuple[int, ...]:
     """The numbers of devices that a mesh like the layout's can have, in ascending order.
 

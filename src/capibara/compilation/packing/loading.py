@@ -20,11 +20,10 @@ from capibara.compilation.cache_entries import compress
 from capibara.compilation.counting import count_compilations
 from capibara.compilation.errors import PackedProgramError
 from capibara.compilation.jitted import OptimizedJit
-from capibara.compilation.lowering import compile_lowered, platform_of
+from capibara.compilation.lowering import compile_lowered, devices_of, platform_of
 from capibara.compilation.packing.container import PackedProgram, read_trusted
 from capibara.compilation.packing.environment import differences, environment_of
 from capibara.compilation.packing.writing import (
-    devices_of,
     inputs_of,
     prepare,
     require_jitted,
@@ -75,15 +74,16 @@ def load_program(
     packed = read_trusted(path, sha256)
     begin = time.perf_counter()
     signature, lowered, options = prepare(function, args, dict(kwargs or {}))
-    inputs, devices = inputs_of(function, signature, len(args)), devices_of(function, signature)
+    inputs, devices = inputs_of(function, signature, len(args)), devices_of(signature, function._shardings)
     compiled = _compiled(
         name, packed, lowered, name_of=function.name, inputs=inputs, devices=devices, options=options
     )
+    platform = platform_of(signature, function._shardings)
     program = Program(
         function=function.name,
         signature=signature,
-        platform=platform_of(signature),
-        effects=function.config.effects(platform_of(signature)),
+        platform=platform,
+        effects=function.config.effects(platform),
         options=options,
         notes=(f"loaded from {name}",),
         seconds=time.perf_counter() - begin,

@@ -12,7 +12,7 @@ from typing import Any
 from capibara.compilation.cache_entries import decompress
 from capibara.compilation.errors import PackedProgramError
 from capibara.compilation.jitted import OptimizedJit
-from capibara.compilation.lowering import compile_lowered, platform_of
+from capibara.compilation.lowering import compile_lowered, devices_of, platform_of
 from capibara.compilation.options import compiler_options
 from capibara.compilation.packing.container import PackedProgram, write_packed
 from capibara.compilation.packing.environment import environment_of
@@ -20,7 +20,7 @@ from capibara.compilation.persistent_cache import private_cache
 from capibara.compilation.signature import Signature
 from capibara.jax_versions import watch_program_keys
 
-__all__ = ["devices_of", "inputs_of", "pack_lowered", "pack_program", "prepare", "require_jitted"]
+__all__ = ["inputs_of", "pack_lowered", "pack_program", "prepare", "require_jitted"]
 
 
 def pack_program(
@@ -48,7 +48,7 @@ def pack_program(
     """
     require_jitted(function)
     signature, lowered, options = prepare(function, args, dict(kwargs or {}))
-    inputs, devices = inputs_of(function, signature, len(args)), devices_of(function, signature)
+    inputs, devices = inputs_of(function, signature, len(args)), devices_of(signature, function._shardings)
     return pack_lowered(path, lowered, name=function.name, inputs=inputs, devices=devices, options=options)
 
 
@@ -104,7 +104,7 @@ def prepare(
 ) -> tuple[Signature, Any, dict[str, Any]]:
     """The signature of a call, its program as JAX lowered it, and the compiler options."""
     signature = function._sign(args, kwargs)
-    options = compiler_options(function.config.effects(platform_of(signature)))
+    options = compiler_options(function.config.effects(platform_of(signature, function._shardings)))
     return signature, function.lower(*args, **kwargs), options
 
 
@@ -112,24 +112,6 @@ def inputs_of(function: OptimizedJit, signature: Signature, count: int) -> tuple
     """One text for each array of a call with ``count`` positional arguments: ``"params['w']: float32[768,16]"``."""
     paths = signature.paths(function._dynamic_names(count))
     return tuple(f"{where}: {leaf}" for where, leaf in zip(paths, signature.leaves, strict=True))
-
-
-def devices_of(function: OptimizedJit, signature: Signature) -> list[Any]:
-    """The devices that a program runs on: those of its arrays, of its shardings or of the mesh; else JAX's default."""
-    import jax
-
-    given = jax.tree.leaves(function._shardings)
-    for sharding in (*(leaf.sharding for leaf in signature.leaves), *given):
-        sharding = getattr(sharding, "sharding", sharding)  # of a Format
-        if isinstance(sharding, jax.Device):
-            return [sharding]
-        if isinstance(sharding, jax.sharding.Sharding):
-            mesh = getattr(sharding, "mesh", None)
-            return list(mesh.devices.flat if mesh is not None else sharding.device_set)
-    if devices := dict(signature.settings)["devices of the mesh"]:
-        return list(devices)
-    default = jax.config.jax_default_device  # pyright: ignore
-    return [default if hasattr(default, "client") else jax.local_devices()[0]]
 
 
 def stablehlo_digest(lowered: Any) -> str:

@@ -50,11 +50,18 @@ def experts_on_parts(op: Callable[..., Any], mesh: Mesh, rules: AxisRules) -> Ca
             PartitionSpec(experts or None, *pair) for pair in ((None, inner or None), (inner or None, None))
         )
         of_inner = PartitionSpec(experts or None, inner or None)
-        biases = (of_inner, of_inner, PartitionSpec(experts or None, None))
+        # The rank of an adapter, and what an expert takes and gives, are whole on each device.
+        rank = PartitionSpec(experts or None, None, None)
+        low = [
+            spec
+            for part in options.get("adapters", ())
+            for spec in ((back, rank) if part == "down" else (rank, there))
+        ]
+        biases = (of_inner, of_inner, PartitionSpec(experts or None, None))[: len(arrays) - 6 - len(low)]
         part = jax.shard_map(
             partial(_part, op, tokens, experts, inner, options),
             **free.options,
-            in_specs=(rows, rows, rows, there, there, back, *biases[: len(arrays) - 6]),
+            in_specs=(rows, rows, rows, there, there, back, *biases, *low),
             out_specs=rows,
         )
         # Compiled also where gradients are taken outside of `jax.jit`, and not one primitive at a time.
@@ -89,10 +96,11 @@ def _part(
         rows = [lax.all_gather(x, shared, axis=0, tiled=True) for x in rows]
     # Devices differ in what they compute of the same tokens; the gradient of those is the sum over them.
     rows = alike(tuple(rows), arrays)
-    if len(matrices) == 6 and inner:
+    if len(matrices) - 2 * len(options.get("adapters", ())) == 6 and inner:
         # What is summed over the parts of the inner features has this bias once.
         here = lax.axis_index(inner) == 0
-        matrices = (*matrices[:5], jnp.where(here, matrices[5], jnp.zeros((), matrices[5].dtype)))
+        once = jnp.where(here, matrices[5], jnp.zeros((), matrices[5].dtype))
+        matrices = (*matrices[:5], once, *matrices[6:])
     # Without parts of the experts all of them are here.
     first = lax.axis_index(experts) * matrices[0].shape[0] if experts else None
     out = op(*rows, *matrices, **options, first=first)

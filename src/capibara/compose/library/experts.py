@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from capibara.compose import primitives as p
+from capibara.compose.errors import WiringError
 from capibara.compose.initializers import Scaled, zeros
+from capibara.compose.library.adapters import Adapter, part_adapters
 from capibara.compose.library.layers import GatedMLP
 from capibara.compose.logical.arguments import flag, whole
 from capibara.compose.logical.model import Model
+from capibara.compose.primitives.experts import EXPERT_MATRICES
 
 __all__ = ["Experts", "MixtureOfExperts"]
 
@@ -39,6 +43,9 @@ class Experts(Model):
         activation, limit, alpha: see :class:`~capibara.compose.primitives.ExpertMLP`.
         use_bias: of the experts' matrices, and of the shared layer's. logit_bias: of the router's scores before the
             softmax or sigmoid.
+        adapters: those of ``"gate"``, ``"up"`` and ``"down"``, of one rank and scale, without dropout or a quantized
+            base: each expert has ``gate_lora_a [dimension, rank]`` and ``gate_lora_b [rank, hidden]`` of its own beside
+            ``gate``, and so on. The shared layer has them too.
     """
 
     def __init__(
@@ -61,11 +68,14 @@ class Experts(Model):
         alpha: float = 1.702,
         use_bias: bool = False,
         logit_bias: bool = False,
+        adapters: Mapping[str, Adapter] | None = None,
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
         for key, value in (("dimension", dimension), ("hidden", hidden), ("count", count)):
             whole(key, value)
+        low = {part: one for part, one in part_adapters(adapters, EXPERT_MATRICES).items() if one is not None}
+        _check_adapters(low)
         whole("shared", shared, optional=True)
         flag("use_bias", use_bias)
         flag("logit_bias", logit_bias)
@@ -104,9 +114,26 @@ class Experts(Model):
             self.add_parameter("up_bias", (count, hidden), zeros, axes=("experts", "mlp"))
             self.add_parameter("down_bias", (count, dimension), zeros, axes=("experts", "embed"))
             biases = {key: key for key in ("gate_bias", "up_bias", "down_bias")}
+        pairs = {}
+        for part, adapter in low.items():
+            ins, outs = (hidden, dimension) if part == "down" else (dimension, hidden)
+            axes = outer if part == "down" else inner
+            names = f"{part}_lora_a", f"{part}_lora_b"
+            drawn, rank = Scaled(1.0, skip=1), adapter.rank
+            self.add_parameter(names[0], (count, ins, rank), drawn, axes=(*axes[:2], None))
+            self.add_parameter(names[1], (count, rank, outs), zeros, axes=("experts", None, axes[2]))
+            pairs |= {f"{part}_a": names[0], f"{part}_b": names[1]}
+        scales = {one.scale for one in low.values()} or {1.0}
         self.add(choose, "choose", input="logits", **bias, weights="weights", experts="experts")
         self.add(
-            p.ExpertMLP(activation, limit=limit, alpha=alpha, use_bias=use_bias),
+            p.ExpertMLP(
+                activation,
+                limit=limit,
+                alpha=alpha,
+                use_bias=use_bias,
+                adapters=tuple(low),
+                adapter_scale=scales.pop(),
+            ),
             "mixture",
             input="tokens",
             weights="weights",
@@ -115,17 +142,25 @@ class Experts(Model):
             up="up",
             down="down",
             **biases,
+            **pairs,
             output="mixed",
         )
         output = "output" if shared is None else "routed"
         self.add(p.Unflatten(), "restore", input="mixed", like="input", output=output)
         if shared is not None:
             between = _ACTIVATIONS.get(activation) or partial(p.ClampedSwiGLU, limit, alpha)
-            always = GatedMLP(shared, dimension, activation=between, use_bias=use_bias)
+            always = GatedMLP(shared, dimension, activation=between, use_bias=use_bias, adapters=low)
             self.add(always, "shared", input="input", output="shared_out")
             self.add(p.Add(), "total", left="routed", right="shared_out", output="output")
         self.set_shapes(output=("*b", dimension))
         self.expose("output")
+
+
+def _check_adapters(given: Mapping[str, Adapter]) -> None:
+    if any(one.dropout or one.base is not None for one in given.values()):
+        raise WiringError("adapters: those of experts have neither dropout nor a quantized base")
+    if len({(one.rank, one.scale) for one in given.values()}) > 1:
+        raise WiringError("adapters: those of experts need one rank and one scale")
 
 
 class MixtureOfExperts(Model):

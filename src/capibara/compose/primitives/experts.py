@@ -7,6 +7,8 @@ Without, each expert takes all of its own tokens (``ChooseExperts``, ``ExpertMLP
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 from capibara.compose.errors import ShapeError, WiringError
 from capibara.compose.logical.arguments import choice, flag, number, whole
@@ -15,6 +17,7 @@ from capibara.compose.logical.shapes import Shape, set_size
 from capibara.compose.primitives.rules import fix, product
 
 __all__ = [
+    "EXPERT_MATRICES",
     "ChooseExperts",
     "ClampedSwiGLU",
     "Dispatch",
@@ -24,7 +27,11 @@ __all__ = [
     "Route",
     "Rows",
     "Unflatten",
+    "expert_extras",
 ]
+
+EXPERT_MATRICES = ("gate", "up", "down")
+"""The matrices of an expert, in the order in which :class:`ExpertMLP` has them."""
 
 
 class Route(Primitive):
@@ -203,6 +210,10 @@ class ExpertMLP(Primitive):
         activation: ``"silu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"relu"``; or ``"swiglu_clamped"``, which replaces the
             product, too: :class:`ClampedSwiGLU`, with ``limit`` and ``alpha``.
         use_bias: inputs ``gate_bias`` and ``up_bias [e, h]`` and ``down_bias [e, d]`` are added to the three products.
+        adapters: those of ``"gate"``, ``"up"`` and ``"down"`` that have low-rank adapters, with the inputs ``gate_a
+            [e, d, r]`` and ``gate_b [e, r, h]`` (``up`` the same, ``down_a [e, h, r]``, ``down_b [e, r, d]``): to each
+            product of ``x`` is added ``adapter_scale · (x a) b``.
+        adapter_scale: usually ``alpha / r``.
     """
 
     def __init__(
@@ -212,14 +223,25 @@ class ExpertMLP(Primitive):
         limit: float = 7.0,
         alpha: float = 1.702,
         use_bias: bool = False,
+        adapters: Sequence[str] = (),
+        adapter_scale: float = 1.0,
         name: str | None = None,
     ) -> None:
         choice("activation", activation, ("silu", "gelu", "gelu_tanh", "relu", "swiglu_clamped"))
+        for part in adapters:
+            choice("adapters", part, EXPERT_MATRICES)
+        number("adapter_scale", adapter_scale)
+        adapted = [part for part in EXPERT_MATRICES if part in adapters]
         number("limit", limit, above=True)
         number("alpha", alpha, above=True)
         flag("use_bias", use_bias)
         clamped = activation == "swiglu_clamped"
         biases = {"gate_bias": ("e h", "float"), "up_bias": ("e h", "float"), "down_bias": ("e d", "float")}
+        pairs: dict[str, tuple[str, str]] = {}
+        for part in adapted:
+            ins, outs = ("h", "d") if part == "down" else ("d", "h")
+            pairs[f"{part}_a"] = f"e {ins} r", "float"
+            pairs[f"{part}_b"] = f"e r {outs}", "float"
         super().__init__(
             "expert_mlp",
             {
@@ -230,12 +252,31 @@ class ExpertMLP(Primitive):
                 "up": ("e d h", "float"),
                 "down": ("e h d", "float"),
             }
-            | (biases if use_bias else {}),
+            | (biases if use_bias else {})
+            | pairs,
             {"output": ("n d", "float")},
-            {"activation": activation} | ({"limit": float(limit), "alpha": float(alpha)} if clamped else {}),
+            {"activation": activation}
+            | ({"limit": float(limit), "alpha": float(alpha)} if clamped else {})
+            | ({"adapters": tuple(adapted), "adapter_scale": float(adapter_scale)} if adapted else {}),
             accumulates=True,
             name=name,
         )
+
+
+def expert_extras(
+    arrays: Sequence[Any], adapters: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, tuple[Any, Any]]]:
+    """The biases and the adapters ``(a, b)`` of an :class:`ExpertMLP`'s matrices, each by the matrix's name.
+
+    Args:
+        arrays: its inputs after ``down``, in their order. adapters: those of its options.
+    """
+    pairs = arrays[len(arrays) - 2 * len(adapters) :]
+    biases = arrays[: len(arrays) - len(pairs)]
+    return (
+        dict(zip(EXPERT_MATRICES, biases, strict=bool(biases))),
+        {part: (pairs[2 * n], pairs[2 * n + 1]) for n, part in enumerate(adapters)},
+    )
 
 
 class ClampedSwiGLU(Primitive):

@@ -18,7 +18,7 @@ from capibara.families.compressed.decoded import FORMAT_OF_DTYPE, DecodedMatrice
 from capibara.families.errors import FamilyError
 
 if TYPE_CHECKING:
-    from capibara.families.folder import TensorFiles
+    from capibara.families.tensors import ModelTensors
 
 __all__ = ["BlockScheme", "BlockTensors", "read_block_scheme"]
 
@@ -81,7 +81,7 @@ class BlockTensors(DecodedMatrices):
       FamilyError: scales are missing, or do not fit their matrix.
     """
 
-    def __init__(self, files: TensorFiles, scheme: BlockScheme, dtype: str) -> None:
+    def __init__(self, files: ModelTensors, scheme: BlockScheme, dtype: str) -> None:
         super().__init__(files)
         self._scheme = scheme
         for name, (file, stored) in files.tensors.items():

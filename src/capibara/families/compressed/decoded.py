@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from capibara.compress.safetensors_file import SafetensorsFile, Stored
+from capibara.compress.safetensors_file import Stored
 from capibara.families.entries import Entries
 
 if TYPE_CHECKING:
-    from capibara.families.folder import TensorFiles
+    from capibara.families.tensors import ModelTensors
 
 __all__ = ["FORMAT_OF_DTYPE", "DecodedMatrices", "DecodedTensors"]
 
@@ -25,16 +25,16 @@ class DecodedTensors(ABC):
     """The tensors of a folder, as :class:`~capibara.families.folder.TensorFiles`; quantized ones appear decoded.
 
     Args:
-      files: of the folder; closed with this object.
+      files: of the folder, or of its archives; closed with this object.
 
     Attributes:
       folder: the folder. tensors: name → a file, or this object, and how the tensor appears.
       dtypes: name → the format in which a folder is to have it, where that is another.
     """
 
-    def __init__(self, files: TensorFiles) -> None:
+    def __init__(self, files: ModelTensors) -> None:
         self.folder: Path = files.folder
-        self.tensors: dict[str, tuple[SafetensorsFile | Self, Stored]] = {}
+        self.tensors: dict[str, tuple[Any, Stored]] = {}
         self.dtypes: dict[str, str] = {}
         self._files = files
 

@@ -15,7 +15,7 @@ from capibara.families.compressed.scheme import Scheme
 from capibara.families.errors import FamilyError
 
 if TYPE_CHECKING:
-    from capibara.families.folder import TensorFiles
+    from capibara.families.tensors import ModelTensors
 
 __all__ = ["CompressedTensors"]
 
@@ -36,7 +36,7 @@ class CompressedTensors(DecodedMatrices):
       FamilyError: a part of a matrix is missing, or does not fit the others.
     """
 
-    def __init__(self, files: TensorFiles, scheme: Scheme, dtype: str) -> None:
+    def __init__(self, files: ModelTensors, scheme: Scheme, dtype: str) -> None:
         super().__init__(files)
         self._scheme = scheme
         for name, (file, stored) in files.tensors.items():
@@ -113,14 +113,10 @@ class CompressedTensors(DecodedMatrices):
     def _read(self, name: str, rows: slice | None = None) -> np.ndarray:
         """A tensor, or rows of it, as it is stored; floats as float32."""
         file, stored = self._files.tensors[name]
-        numbers, shape = file.numbers(name), stored.shape
-        if rows is not None:
-            each = math.prod(shape[1:])
-            numbers, shape = (
-                numbers[rows.start * each : rows.stop * each],
-                (rows.stop - rows.start, *shape[1:]),
-            )
-        bits = np.asarray(numbers)
+        shape, each = stored.shape, math.prod(stored.shape[1:])
+        first, last = (0, shape[0] if shape else 1) if rows is None else (rows.start, rows.stop)
+        bits = np.asarray(file.numbers(name)[first * each : last * each])
+        shape = (last - first, *shape[1:]) if shape else ()
         if stored.form.is_float:
             return to_float(bits, stored.form).astype(np.float32).reshape(shape)
         return bits.view(np.dtype(stored.form.numpy)).reshape(shape)

@@ -114,12 +114,13 @@ def _counted(model: Any, finetune: Any) -> Parameters:
 
 def step_flops(config: ModularModelConfig) -> float:
     """Floating-point operations of one optimizer step, without rematerialisation (the usual base of utilisation)."""
+    from capibara.core.adapters import adapter_products
     from capibara.core.flops import flops_per_token
 
     tokens = config.train.batch_size * config.train.sequence_length
     adapters = None
     if config.finetune.method != "full":
-        adapters = count_parameters(config).trained
+        adapters = adapter_products(model_specs(config).params, config.model.experts)
     return flops_per_token(config.model, config.train.sequence_length, adapters=adapters) * tokens
 
 

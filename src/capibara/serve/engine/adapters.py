@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from capibara.core.adapters import add_adapters, only_adapters
+from capibara.core.adapters import adapter_part, add_adapters, only_adapters
 from capibara.errors import ConfigError
 from capibara.serve.engine.layers import layers_apart
 
@@ -149,7 +149,7 @@ class Adapters:
 
 
 def _filled(found: Any, path: Any, empty: Any, factor: float) -> Any:
-    """One array of an adapter in the place of zeros of a larger rank: ``lora_a [*, rank]``, ``lora_b [*, rank, *]``."""
+    """One array of an adapter in the place of zeros of a larger rank: ``a [*, rank]``, ``b [*, rank, *]``."""
     *folders, last = [step.key for step in path]
     for key in folders:
         if key not in found:
@@ -158,7 +158,7 @@ def _filled(found: Any, path: Any, empty: Any, factor: float) -> Any:
     if last not in found:
         return empty
     values = jnp.asarray(found[last], empty.dtype)
-    if last == "lora_b":
+    if adapter_part(last) == "b":
         values = values * jnp.asarray(factor, empty.dtype)
     widths = [(0, whole - own) for whole, own in zip(empty.shape, values.shape, strict=True)]
     return jnp.pad(values, widths)

@@ -19,12 +19,17 @@ class Asked(NamedTuple):
     """A token that is asked for.
 
     Attributes:
-      place: of its logits. sequence: the text. ahead: how many tokens after the text's next one it is.
+      place: of its logits. sequence: the text. after: the tokens that are taken to follow the text before this one.
     """
 
     place: int
     sequence: Sequence
-    ahead: int = 0
+    after: tuple[int, ...] = ()
+
+    @property
+    def written(self) -> int:
+        """How many tokens of the text were generated before it."""
+        return self.sequence.written + len(self.after)
 
 
 def choose_tokens(
@@ -41,9 +46,9 @@ def choose_tokens(
     settings = rows_of(
         [one.sequence.request.sampling if one else GREEDY for one in by_place],
         [one.sequence.seed if one else 0 for one in by_place],
-        [one.sequence.written + one.ahead if one else 0 for one in by_place],
+        [one.written if one else 0 for one in by_place],
     )
-    changed = [one.sequence if one is not None and one.sequence.changes_logits else None for one in by_place]
+    changed = [one if one is not None and one.sequence.changes_logits else None for one in by_place]
     changes = _changes(changed, vocabulary, programs.writable) if any(changed) else None
     wanted = any(one.sequence.request.logprobs for one in asked)
     chosen = programs.choose(logits, settings, changes, top=MOST_SCORES if wanted else 0)
@@ -60,12 +65,13 @@ def choose_tokens(
     return found
 
 
-def _changes(sequences: Row[Sequence | None], vocabulary: int, writable: int) -> Changes:
+def _changes(asked: Row[Asked | None], vocabulary: int, writable: int) -> Changes:
     """What is done to the logits of each row."""
-    changes = no_changes(len(sequences), vocabulary)
-    for row, sequence in enumerate(sequences):
-        if sequence is None:
+    changes = no_changes(len(asked), vocabulary)
+    for row, one in enumerate(asked):
+        if one is None:
             continue
+        sequence = one.sequence
         s, bias = sequence.request.sampling, changes.bias[row]
         changes.presence[row], changes.frequency[row] = s.presence_penalty, s.frequency_penalty
         changes.repetition[row] = s.repetition_penalty
@@ -73,6 +79,9 @@ def _changes(sequences: Row[Sequence | None], vocabulary: int, writable: int) ->
             bias[token] += value
         if sequence.counts is not None:
             changes.generated[row], changes.seen[row] = sequence.counts, sequence.seen
+            for token in one.after:
+                changes.generated[row, token] += 1
+                changes.seen[row, token] = True
         if sequence.grammar is not None:
             try:
                 bias[~sequence.grammar.allowed()] = -np.inf
@@ -80,9 +89,10 @@ def _changes(sequences: Row[Sequence | None], vocabulary: int, writable: int) ->
                 sequence.failure = error
             except Exception as error:
                 sequence.failure = f"grammar: {type(error).__name__}: {error!s:.500}"
-        if sequence.written < sequence.request.min_tokens:
+        if one.written < sequence.request.min_tokens:
             bias[[token for token in sequence.ends if token < vocabulary]] = -np.inf
-        if np.isneginf(bias[:writable]).all():
+        # Of later tokens no fewer may follow: without a grammar only the ends wait for min_tokens.
+        if not one.after and np.isneginf(bias[:writable]).all():
             # The lowest id would be chosen, which is not allowed either.
             if sequence.grammar is not None and sequence.grammar.may_end:
                 sequence.complete = True

@@ -645,7 +645,7 @@ class Engine:
         weights = None if adapter is None else adapter.weights
         logits, self._cache = self._programs.step(shape, self._cache, inputs, weights)
         if self._draft is not None:
-            late = [p.sequence for p in pieces if p.place >= 0 and not p.sequence.changes_logits]
+            late = [p.sequence for p in pieces if p.place >= 0 and p.sequence.grammar is None]
             if late:
                 alone = next(s for s in self._sizes.plain if s.rows >= len(late) and not s.chunks)
                 self._draft.catch_up(alone, self._sizes.table, late)
@@ -752,7 +752,7 @@ class Engine:
         with self._there:
             for sequence in sequences:
                 count = min(settings.tokens, sequence.most - sequence.written - 1)
-                if sequence.changes_logits or count < 1:
+                if sequence.grammar is not None or count < 1:
                     counts.append(0)
                     continue
                 length = len(sequence.tokens)
@@ -783,7 +783,7 @@ class Engine:
             inputs["starts"][place], inputs["counts"][place] = piece.start, len(given)
             inputs["page_table"][place, : len(sequence.pages)] = sequence.pages
             inputs["slots"][place] = sequence.slot
-            asked += [Asked(first + ahead, sequence, ahead) for ahead in range(len(given))]
+            asked += [Asked(first + n, sequence, tuple(guess[:n])) for n in range(len(given))]
         adapter = pieces[0].sequence.adapter
         weights = None if adapter is None else adapter.weights
         logits, self._cache = self._programs.step(shape, self._cache, inputs, weights)

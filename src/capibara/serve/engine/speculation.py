@@ -3,7 +3,8 @@
 A step takes about as long for a few tokens of a text as for one, since what takes the time is reading the weights. So
 the step is given guesses of the next tokens, too, and every one that the model would have written itself is kept. What
 a text is does not depend on guesses: each token is chosen from the model's own logits, with the random numbers that it
-has without them.
+has without them, and with the penalties that it has after the tokens before it. Texts that follow a grammar are not
+guessed: it would have to read the guesses, and to take back those that are wrong.
 
 Guesses come from a smaller model of the same vocabulary, whose keys and values lie in pages of the same numbers, or
 from the text itself: what followed the same tokens earlier (Saxena, 2023, *prompt lookup decoding*).
@@ -161,7 +162,7 @@ class DraftModel:
         for ahead in range(max(counts, default=0)):
             rows = [s if n > ahead else None for s, n in zip(sequences, counts, strict=True)]
             logits = self._step(shape, table, rows, [s.computed + ahead for s in sequences], last)
-            asked = [Asked(place, s, ahead) for place, s in enumerate(rows) if s is not None]
+            asked = [Asked(place, s, tuple(found[place])) for place, s in enumerate(rows) if s is not None]
             # With the noise of the text's own tokens: so at a high temperature, too, guesses are often right.
             tokens = choose_tokens(self.programs, logits, asked, self._vocabulary)
             for one, (token, _) in zip(asked, tokens, strict=True):

@@ -1,10 +1,12 @@
-"""Who may ask, and how much: keys, and the size of bodies."""
+"""Who may ask, and how much: keys, names of the server, and the size of bodies."""
 
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import math
 import os
+import re
 from collections.abc import Awaitable, Callable, Collection, Iterable, MutableMapping
 from typing import Any
 
@@ -14,8 +16,9 @@ from starlette.exceptions import HTTPException
 from capibara.errors import ConfigError
 from capibara.serve.http.errors import ApiError, error_body
 
-__all__ = ["Keys", "LimitBodies", "RefuseWhenFull"]
+__all__ = ["CheckHost", "Keys", "LimitBodies", "RefuseWhenFull", "host_names", "is_loopback"]
 
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:/@\[\]\s]+))(?::\d*)?")
 _Scope = MutableMapping[str, Any]
 _Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 _Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -65,6 +68,90 @@ class Keys:
                 401, "the API key is missing or wrong: send the header 'Authorization: Bearer KEY'"
             )
         return digest.hex()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address means this machine, whoever asks: ``localhost``, ``127.0.0.1``, ``::1`` …"""
+    try:
+        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def host_names(names: Iterable[str]) -> tuple[str, ...]:
+    """Names that requests may have in ``Host``, as they are compared.
+
+    Args:
+      names: without a port: ``example.com``, ``*.example.com`` (what ends so), ``192.0.2.1``, ``[2001:db8::1]``, ``*``
+        (any).
+
+    Raises:
+      ConfigError: one has a scheme, a port, a path, or a star elsewhere.
+    """
+    found = []
+    for name in names:
+        plain = name.strip().lower()
+        address = plain.removeprefix("[").removesuffix("]")
+        try:
+            found.append(str(ipaddress.ip_address(address)))
+            continue
+        except ValueError:
+            pass
+        rest = plain.removeprefix("*").removeprefix(".")
+        if plain != "*" and (not rest or not all(c.isalnum() or c in "-._" for c in rest)):
+            raise ConfigError(
+                f"allowed hosts: got {name!r:.100}, expected a name or an address without scheme and port: "
+                "example.com, *.example.com, 192.0.2.1, or * for any"
+            )
+        found.append(plain)
+    return tuple(found)
+
+
+class CheckHost:
+    """An application of ASGI that answers only requests for one of its names.
+
+    A page of another site can make a browser send requests to this machine under the site's own name, by letting the
+    name's address become 127.0.0.1 (DNS rebinding), and read the answers. What the browser cannot hide is that name.
+
+    Args:
+      app: the application behind it. names: as of :func:`host_names`; loopback addresses and ``localhost`` always are.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]], names: Collection[str]) -> None:
+        self._app, self._names = app, host_names(names)
+
+    async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
+        if scope["type"] in ("http", "websocket"):
+            given = [value.decode("latin-1") for key, value in scope["headers"] if key == b"host"]
+            if len(given) != 1 or not self._knows(_without_port(given[0])):
+                said = f"host {', '.join(given)[:100]!r}" if given else "a request without Host"
+                content = error_body(
+                    400,
+                    f"{said} is not a name of this server. Use its address (http://127.0.0.1:PORT), or start it with "
+                    "--allowed-hosts NAME.",
+                )
+                await JSONResponse(content, 400, {"connection": "close"})(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _knows(self, host: str) -> bool:
+        return is_loopback(host) or any(
+            name in ("*", host) or (name.startswith("*.") and host.endswith(name[1:])) for name in self._names
+        )
+
+
+def _without_port(host: str) -> str:
+    """A name as :func:`host_names` has it, of ``name:port`` or ``[address]:port``; empty if it is neither."""
+    found = _HOST.fullmatch(host.strip().lower())
+    if found is None:
+        return ""
+    address, name = found.groups()
+    if name is not None:
+        return name.removesuffix(".")
+    try:
+        return str(ipaddress.IPv6Address(address))
+    except ValueError:
+        return ""
 
 
 class RefuseWhenFull:

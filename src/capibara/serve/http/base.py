@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from capibara.data import decode_stream
-from capibara.serve.http.access import Keys, LimitBodies
+from capibara.serve.http.access import CheckHost, Keys, LimitBodies
 from capibara.serve.http.errors import ApiError, error_body, handle_errors
 from capibara.serve.http.fields import DetokenizeRequest, TokenizeRequest
 
@@ -40,6 +40,9 @@ class ServerSettings:
       temperature: where a request has none.
       page: whether ``/`` is a page for the browser.
       load_adapters: whether who may ask may also load adapters, from folders of the server, and unload them.
+      hosts: the names that requests may have in ``Host``, as of :func:`~capibara.serve.http.access.host_names`, besides
+        ``localhost`` and loopback addresses; ``None``: any. A server that needs no key, and that only this machine can
+        reach, should have ``()``.
     """
 
     keys: Keys
@@ -48,6 +51,7 @@ class ServerSettings:
     temperature: float = 1.0
     page: bool = True
     load_adapters: bool = False
+    hosts: tuple[str, ...] | None = None
 
 
 class _Body(Request):
@@ -140,6 +144,8 @@ def base_app(served: Served, settings: ServerSettings, figures: Callable[[], byt
     app.state.keys = settings.keys
     app.router.route_class = _Route
     app.add_middleware(LimitBodies, most=settings.most_bytes)
+    if settings.hosts is not None:
+        app.add_middleware(CheckHost, names=settings.hosts)
     handle_errors(app)
 
     @app.get("/health")

@@ -50,7 +50,7 @@ class Load:
     @property
     def utilization(self) -> float:
         """The part of the time in which the devices computed, 0 to 1."""
-        return min(1.0, self.busy_seconds / self.seconds) if self.seconds > 0 else 1.0
+        return self.busy_seconds / self.seconds if self.seconds > 0 else 1.0
 
     @property
     def busy_seconds(self) -> float:

@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from capibara.compose.primitives.experts import expert_extras
+
 __all__ = [
     "choose_experts",
     "clamped_swiglu",
@@ -164,14 +166,13 @@ def expert_mlp(
     gate: Array,
     up: Array,
     down: Array,
-    gate_bias: Array | None = None,
-    up_bias: Array | None = None,
-    down_bias: Array | None = None,
-    *,
+    *more: Array,
     activation: str,
     accumulate: str,
     limit: float = 7.0,
     alpha: float = 1.702,
+    adapters: tuple[str, ...] = (),
+    adapter_scale: float = 1.0,
     first: Array | None = None,
 ) -> Array:
     """With ``first``, the matrices are those of the experts from this one on; other experts give 0."""
@@ -179,6 +180,7 @@ def expert_mlp(
     from capibara.ops.one_device import alike
 
     count, top = gate.shape[0], experts.shape[1]
+    biases, low = expert_extras(more, adapters)
     if first is not None:
         experts = experts - first
         experts = jnp.where((experts >= 0) & (experts < count), experts, count)
@@ -189,17 +191,22 @@ def expert_mlp(
     product = partial(grouped_matmul, group_sizes=sizes, accumulate_dtype=accumulate)
     owners = jnp.take(flat, order, mode="clip")
 
-    def linear(rows: Array, matrices: Array, biases: Array | None) -> Array:
+    def linear(rows: Array, matrices: Array, part: str) -> Array:
         out = product(rows, matrices)
-        return out if biases is None else out + _entries(alike(biases, owners), owners).astype(out.dtype)
+        if part in low:
+            down, up = low[part]
+            out = out + adapter_scale * product(product(rows, down), up)
+        if part in biases:
+            out = out + _entries(alike(biases[part], owners), owners).astype(out.dtype)
+        return out
 
     rows = _permuted(jnp.repeat(x, top, axis=0), order, back)
-    gates, ups = linear(rows, gate, gate_bias), linear(rows, up, up_bias)
+    gates, ups = linear(rows, gate, "gate"), linear(rows, up, "up")
     if activation == "swiglu_clamped":
         inner = clamped_swiglu(gates, ups, limit, alpha)
     else:
         inner = _ACTIVATIONS[activation](gates) * ups
-    each = _permuted(linear(inner, down, down_bias), back, order).reshape(*weights.shape, x.shape[-1])
+    each = _permuted(linear(inner, down, "down"), back, order).reshape(*weights.shape, x.shape[-1])
     wide = jnp.dtype(accumulate)
     return jnp.einsum("nkd,nk->nd", each, weights, preferred_element_type=wide).astype(x.dtype)
 

@@ -9,6 +9,7 @@ from typing import Any
 from capibara.compose.backends.portable.elementwise import clip, gelu, silu, softmax
 from capibara.compose.backends.portable.indexing import one_hot
 from capibara.compose.backends.portable.space import space
+from capibara.compose.primitives.experts import expert_extras
 
 Array = Any
 
@@ -120,21 +121,28 @@ def expert_mlp(
     gate: Array,
     up: Array,
     down: Array,
-    gate_bias: Array | None = None,
-    up_bias: Array | None = None,
-    down_bias: Array | None = None,
-    *,
+    *more: Array,
     activation: str,
     accumulate: str,
     limit: float = 7.0,
     alpha: float = 1.702,
+    adapters: tuple[str, ...] = (),
+    adapter_scale: float = 1.0,
 ) -> Array:
     xp = space(x)
     wide, own, top = xp.wide(x, accumulate), xp.dtype_of(x), experts.shape[1]
 
-    def linear(rows: Array, expert: int, matrices: Array, biases: Array | None) -> Array:
-        out = xp.astype(xp.matmul(xp.astype(rows, wide), xp.astype(matrices[expert], wide)), own)
-        return out if biases is None else out + xp.astype(biases[expert], own)
+    biases, low = expert_extras(more, adapters)
+
+    def product(rows: Array, matrix: Array) -> Array:
+        return xp.astype(xp.matmul(xp.astype(rows, wide), xp.astype(matrix, wide)), own)
+
+    def linear(rows: Array, expert: int, matrices: Array, part: str) -> Array:
+        out = product(rows, matrices[expert])
+        if part in low:
+            a, b = low[part]
+            out = out + product(product(rows, a[expert]), b[expert]) * adapter_scale
+        return out + xp.astype(biases[part][expert], own) if part in biases else out
 
     def gated(gates: Array, ups: Array) -> Array:
         if activation == "swiglu_clamped":
@@ -148,8 +156,8 @@ def expert_mlp(
     for expert, size in enumerate(xp.to_numpy(xp.bincount(flat, gate.shape[0])).tolist()):
         if size:
             mine = rows[start : start + size]
-            inner = gated(linear(mine, expert, gate, gate_bias), linear(mine, expert, up, up_bias))
-            parts.append(linear(inner, expert, down, down_bias))
+            inner = gated(linear(mine, expert, gate, "gate"), linear(mine, expert, up, "up"))
+            parts.append(linear(inner, expert, down, "down"))
             start += size
     each = xp.take(xp.concatenate(parts, 0), xp.argsort(order, -1), 0)
     each = xp.reshape(xp.astype(each, wide), (*weights.shape, x.shape[-1]))
