@@ -17,7 +17,8 @@ from other_process import run_apart
 
 from capibara import compose as ml
 from capibara.compose.backends import jax_ops
-from capibara.compose.backends.jax_tpu import on_tpu
+from capibara.compose.backends.jax_tpu import choose_forms, on_tpu
+from capibara.config.axes import AxisRules
 
 CLOSE: dict[Any, Any] = {
     jnp.float32: {"rtol": 1e-5, "atol": 1e-5},
@@ -112,13 +113,34 @@ def test_a_norm_for_tpus_of_an_array_of_numpy_has_a_gradient() -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "given"),
+    [
+        ({"data": 4, "model": 1}, True),
+        ({"pipeline": 2, "data": 2, "model": 1}, True),
+        ({"data": 2, "model": 2}, False),
+        ({"data": 2, "context": 2, "model": 1}, False),
+    ],
+)
+def test_norms_give_an_order_only_where_a_mesh_divides_nothing_but_rows(
+    sizes: dict[str, int], given: bool
+) -> None:
+    backend: Any = SimpleNamespace(platform="tpu", knows_platform=True, rules=AxisRules())
+    ops = choose_forms(jax_ops, backend, SimpleNamespace(shape=sizes, size=4))
+    traced = jax.make_jaxpr(lambda x: ops.rms_norm(x, epsilon=1e-5, accumulate="float32"))(
+        jnp.ones((4, 256, 16))
+    )
+    assert ("layout_constraint" in str(traced)) == given
+
+
 FEATURES_CUT = """
 import json
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType
 from capibara.compose.backends import jax_ops
 from capibara.compose.backends.jax_parts import on_parts
-from capibara.compose.backends.jax_tpu import on_tpu
+from capibara.compose.backends.jax_tpu import choose_forms, on_tpu
+from capibara.config.axes import AxisRules
 from capibara.config.axes import AxisRules
 
 random = np.random.default_rng(0)

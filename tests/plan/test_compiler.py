@@ -31,6 +31,7 @@ from capibara.plan.compiler import (
 from capibara.plan.compiler.environment import Compiler, find_compiler
 from capibara.plan.compiler.schedule import read_scheduled
 from capibara.plan.program import read_program
+from capibara.plan.program.groups import mesh_axes_of
 from capibara.plan.work import TrainWork
 from capibara.sharding import Layout
 
@@ -102,6 +103,21 @@ def test_a_scheduled_program_is_the_compiled_one_without_cycles(cache, view):
     assert scheduled.schedule == compiled.schedule
     # What was compiled is known as a whole from now on.
     assert compile_program(asked, cache=cache, schedule=True).complete
+
+
+@needs_libtpu
+def test_rows_stay_where_they_are_for_norms_of_divided_features(cache):
+    """Where the order of an array is given, XLA gathers the rows of all devices."""
+    config = ModularModelConfig.from_toml(
+        "demo",
+        ["model.pattern=[ssm]", "model.num_layers=2", "model.embed_dim=128", "model.vocab_size=512",
+         "train.batch_size=8", "train.sequence_length=256"],
+    )  # fmt: skip
+    layout = Layout(mesh=MESH, parameters="replicated", remat="none")
+    found = compile_program(TrainWork(config).job(layout, parse_slice("v5e:2x2")), cache=cache, schedule=True)
+    assert found.fits, found.message
+    gathers = [each for each in read_program(found.text).collectives if each.kind == "all-gather"]
+    assert [each for each in gathers if "data" in mesh_axes_of(each.groups, MESH)] == []
 
 
 @needs_libtpu

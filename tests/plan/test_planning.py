@@ -376,12 +376,12 @@ def test_a_limit_goes_to_the_compiler_and_to_training():
 
 def test_advice_names_a_slice_that_exists():
     """96 chips are no slice of v4."""
-    from capibara.plan.planning import _does_not_fit
+    from capibara.plan.refusals import does_not_fit
 
     task, target = TrainWork(tiny()), parse_slice("v4:2x4x4")
-    text = _does_not_fit(task, target, 1 << 30, 3 << 30, {}, "estimated")
+    text = does_not_fit(task, target, 1 << 30, 3 << 30, {}, "estimated")
     assert "A slice such as v4:4x4x8 (128 chips, v4-256), a smaller" in text
-    text = _does_not_fit(task, target, 1 << 20, 1 << 30, {}, "estimated")
+    text = does_not_fit(task, target, 1 << 20, 1 << 30, {}, "estimated")
     assert "More than the 4096 chips of a v4 pod" in text
 
 
@@ -644,12 +644,12 @@ def test_a_step_function_is_compiled(tmp_path):
 
 def test_a_refusal_says_which_figures_are_estimates():
     """The compiler's total and estimated kinds need not agree: they stand apart."""
-    from capibara.plan.planning import _does_not_fit
+    from capibara.plan.refusals import does_not_fit
 
     task, target = TrainWork(tiny()), parse_slice("v5e:1x1")
-    text = _does_not_fit(task, target, 1 << 30, 5 << 30, {"parameters": 4 << 30}, "by the compiler")
+    text = does_not_fit(task, target, 1 << 30, 5 << 30, {"parameters": 4 << 30}, "by the compiler")
     assert "at least 5.00 GiB a device (by the compiler; estimated: parameters 4.00 GiB)" in text
-    text = _does_not_fit(task, target, 1 << 30, 5 << 30, {"parameters": 4 << 30}, "estimated")
+    text = does_not_fit(task, target, 1 << 30, 5 << 30, {"parameters": 4 << 30}, "estimated")
     assert "(estimated; parameters 4.00 GiB)" in text
 
 

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from capibara.plan.gpus import GpuHost
     from capibara.plan.hbm import HBMChoice, HBMOptimizer
     from capibara.plan.memory import estimate_memory
-    from capibara.plan.planning import Plan, plan
+    from capibara.plan.planning import plan
+    from capibara.plan.result import Plan
     from capibara.plan.serving import ServingPlan, UnreachableTargetError, plan_serving
     from capibara.plan.sharding import create_mesh_sharding, create_training_mesh, optimize_sharding_strategy
     from capibara.plan.slices import Slice, parse_slice
@@ -89,7 +90,8 @@ _HOMES = {
     "gpus": ("GpuHost",),
     "hbm": ("HBMChoice", "HBMOptimizer"),
     "memory": ("estimate_memory",),
-    "planning": ("Layout", "Plan", "plan"),
+    "planning": ("Layout", "plan"),
+    "result": ("Plan",),
     "serving": ("ServingPlan", "UnreachableTargetError", "plan_serving"),
     "sharding": ("create_mesh_sharding", "create_training_mesh", "optimize_sharding_strategy"),
     "slices": ("Slice", "parse_slice"),

@@ -20,7 +20,8 @@ from capibara.plan.cost.optimizer import CostTarget, TpuCostOptimizer
 from capibara.plan.cost.ranking import rounded_up, sufficient
 from capibara.plan.errors import CompilerMissingError, DoesNotFitError, PlanError
 from capibara.plan.gpus import GpuHost, is_gpu_name
-from capibara.plan.planning import Plan, Progress, as_work, plan
+from capibara.plan.planning import Progress, as_work, plan
+from capibara.plan.result import Plan
 from capibara.plan.several import Several
 from capibara.plan.slices import Slice, parse_slice
 from capibara.plan.work import Work

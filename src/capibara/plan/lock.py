@@ -23,7 +23,8 @@ from capibara.files import replace_file
 from capibara.plan.compiler import CompiledProgram, ProgramCache, compiler_for
 from capibara.plan.errors import PlanError
 from capibara.plan.fingerprints import Fingerprint
-from capibara.plan.planning import Plan, candidate_of
+from capibara.plan.planning import candidate_of
+from capibara.plan.result import Plan
 from capibara.plan.sizes import size_text, unit_of
 from capibara.plan.targets import parse_target
 from capibara.plan.work import TrainWork

@@ -2,216 +2,35 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from capibara.config import ModularModelConfig
 from capibara.errors import ConfigError
 from capibara.hardware import Price
-from capibara.plan.attribution import Attribution, attribute
 from capibara.plan.candidate import Candidate
 from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_program, compiler_for
 from capibara.plan.compiler.limits import within
 from capibara.plan.errors import CompilationError, CompilerMissingError, DoesNotFitError, PlanError
 from capibara.plan.improvements import Improvement, find_improvements
-from capibara.plan.memory.least import LeastMemory, find_least_memory
+from capibara.plan.memory.least import find_least_memory
 from capibara.plan.narrowed import Kept, Narrowed
 from capibara.plan.own import OwnLayout, read_layout, why_not
-from capibara.plan.planned import train_command
 from capibara.plan.program import read_program
-from capibara.plan.search.best_first import Compiled, Search, search
+from capibara.plan.refusals import does_not_fit, no_layout, refusal, require_fitting
+from capibara.plan.result import Plan
+from capibara.plan.search.best_first import search
 from capibara.plan.several import Several
 from capibara.plan.sizes import limit_text, size_text
-from capibara.plan.slices import Slice
 from capibara.plan.targets import Target, parse_target
 from capibara.plan.time import Part, StepTime, predict_step
 from capibara.plan.validation import check_counts, compile_remedy, limit_of, price_of
 from capibara.plan.work import Rough, TrainWork, Work
 from capibara.sharding import Layout
 
-__all__ = ["Plan", "Progress", "as_work", "candidate_of", "memory_by_kind", "plan"]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a step needs on a slice or host, and the best ways found to run it.
-
-    Attributes:
-      work: a one-line description.
-      target: the slice, or host of GPUs; with several slices, one of them.
-      slices: how many slices there are.
-      limit_bytes: memory that a device may use.
-      candidates: those that fit, the fastest first.
-      refused: layouts that the compiler refused, with its messages.
-      considered, promising, compiled: numbers of layouts in total, that might fit, and that were compiled.
-      scheduled: number of further layouts that the compiler scheduled, but made no machine code for.
-      notes: caveats, such as that nothing was compiled or that no price is known.
-      least_memory: the least memory that the compiler fits the best candidate into, if that was asked for and is less
-        than what it takes otherwise.
-      improvements: changes of settings that give more tokens per second, if they were asked for, the best first.
-      own: the user's own layout, if one was given; where it fits it is one of the candidates, too.
-      config: the configuration that was planned; None for a step function.
-      config_name: the file or packaged name that it comes from, if that is known; with ``base`` a model's folder.
-      base: the settings with which that model is trained if nothing else is said.
-    """
-
-    work: str
-    target: Target
-    limit_bytes: int
-    candidates: tuple[Candidate, ...]
-    refused: tuple[tuple[Layout, str], ...] = ()
-    considered: int = 0
-    promising: int = 0
-    compiled: int = 0
-    scheduled: int = 0
-    notes: tuple[str, ...] = ()
-    config: ModularModelConfig | None = field(default=None, repr=False)
-    config_name: str | None = None
-    base: ModularModelConfig | None = field(default=None, repr=False)
-    least_memory: LeastMemory | None = None
-    improvements: tuple[Improvement, ...] = ()
-    own: OwnLayout | None = None
-    slices: int = 1
-
-    @property
-    def best(self) -> Candidate:
-        """The fastest that fits."""
-        return self.candidates[0]
-
-    @cached_property
-    def where(self) -> Attribution | None:
-        """Where the best candidate's time and memory go; None if nothing was compiled, or the compiled program is no
-        longer in the cache."""
-        if not self.candidates or self.best.program is None:
-            return None
-        try:
-            return attribute(self.best.program, self.target, self.best.layout.mesh)
-        except PlanError:
-            return None
-
-    @property
-    def chip(self) -> str:
-        """The chip's name in the catalogue."""
-        return self.target.chip.name.removesuffix("-core")
-
-    @property
-    def num_chips(self) -> int:
-        """Chips of all slices, or GPUs of the host."""
-        return self.target.num_chips * self.slices
-
-    @property
-    def step_seconds(self) -> float:
-        """Of the best."""
-        return self.best.step_seconds
-
-    @property
-    def tokens_per_step(self) -> int | None:
-        """Of the best."""
-        return self.best.tokens
-
-    @property
-    def fits(self) -> bool:
-        """Whether anything fits (a plan that does not is an error, unless it was asked for)."""
-        return bool(self.candidates)
-
-    def overrides(self) -> list[str]:
-        """``key=value`` settings of the best candidate, each an argument of ``capibara train``."""
-        return self.best.training_layout.overrides()
-
-    def command(self) -> str | None:
-        """The command line that trains the best candidate; None if the source of the configuration is not known.
-
-        Raises:
-          ConfigError: the file of the configuration no longer exists.
-        """
-        if self.config is None or self.config_name is None or not self.candidates:
-            return None
-        return train_command(self.config, self.best.training_layout, self.config_name, self.base)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data for scripts."""
-        return {
-            "work": self.work,
-            "topology": self.target.text,
-            "slice": self.target.slice_name,
-            "slices": self.slices,
-            "view": self.target.view,
-            "limit_bytes": self.limit_bytes,
-            "considered": self.considered,
-            "promising": self.promising,
-            "compiled": self.compiled,
-            "scheduled": self.scheduled,
-            "notes": list(self.notes),
-            "config": None if self.config is None else self.config.to_dict(),
-            "candidates": [candidate.to_json() for candidate in self.candidates],
-            "where": None if self.where is None else self.where.to_json(),
-            "least_memory": None if self.least_memory is None else self.least_memory.to_json(),
-            "improvements": [each.to_json() for each in self.improvements],
-            "own": None if self.own is None else self.own.to_json(self.best if self.fits else None),
-            "refused": [{"layout": layout.to_json(), "message": message} for layout, message in self.refused],
-        }
-
-    def report(self, path: str | os.PathLike[str]) -> Path:
-        """Write a page (``.html``) or a figure (``.png``): memory, time and where it goes, the links of each mesh axis.
-
-        Raises:
-          PlanError: the name ends otherwise. MissingExtraError: matplotlib is not installed.
-        """
-        from capibara.plan.report.page import write_report
-
-        return write_report(self, path)
-
-    def lock(self, path: str | os.PathLike[str]) -> None:
-        """Write the best candidate into a lockfile; see :mod:`capibara.plan.lock`.
-
-        Raises:
-          PlanError: it was not compiled, or is not the plan of a configuration.
-        """
-        from capibara.plan.lock import write_lock
-
-        write_lock(self, path)
-
-    def export(self, format: str) -> str:
-        """The best candidate as a file of another program; see :func:`capibara.plan.export.export_layout`.
-
-        Args:
-          format: ``"maxtext"`` or ``"jax"``.
-
-        Raises:
-          PlanError: an unknown format; MaxText cannot express a setting; or it is the plan of a step function, whose
-            shardings are ``work.specs(found.best.layout)``.
-        """
-        from capibara.plan.export import export_layout
-
-        if self.config is None:
-            raise PlanError(
-                "only the plan of a configuration can be exported: a step function's shardings are "
-                "work.specs(found.best.layout)"
-            )
-        if not isinstance(self.target, Slice):
-            raise PlanError(
-                f"the layout of a plan for GPUs ({self.target.text}) is not exported, only a slice's"
-            )
-        best = self.best
-        return export_layout(
-            self.config,
-            best.training_layout,
-            self.target,
-            format,
-            slices=self.slices,
-            coordinates=best.coordinates,
-        )
-
-    def __str__(self) -> str:
-        from capibara.plan.report.table import plan_text
-
-        return plan_text(self)
-
+__all__ = ["Progress", "as_work", "candidate_of", "memory_by_kind", "plan"]
 
 Progress = Callable[[str, Layout, CompiledProgram | None], None]
 
@@ -367,11 +186,11 @@ def plan(
         ]
         # The best is compiled, whatever the others promise.
         candidates[1:] = sorted(candidates[1:], key=lambda one: one.step_seconds)
-        refused = tuple((c.layout, _refusal(c, limit)) for c in found.compiled if c.seconds is None)
+        refused = tuple((c.layout, refusal(c, limit)) for c in found.compiled if c.seconds is None)
         own = None if given is None else _own(task, target, given, limit, price, store, progress)
         candidates = _with_own(candidates, own, narrowed)
         if all(candidate.scheduled for candidate in candidates):
-            _check(found, narrowed, target, limit)
+            require_fitting(found, narrowed, target, limit)
         counts = (found.considered, found.promising, len(found.compiled))
         scheduled = len(found.scheduled)
         if least_memory:
@@ -615,10 +434,10 @@ def _uncompiled(
     candidates = [_estimated_candidate(task, target, layout, fitting[layout], price) for layout in ordered]
     candidates = _with_own(candidates, own, task)
     if not candidates and not rough:
-        raise _no_layout(task, target)
+        raise no_layout(task, target)
     if not candidates:
         least = min(rough.values(), key=lambda r: r.hbm_bytes)
-        raise DoesNotFitError(_does_not_fit(task, target, limit, least.hbm_bytes, least.memory, "estimated"))
+        raise DoesNotFitError(does_not_fit(task, target, limit, least.hbm_bytes, least.memory, "estimated"))
     return candidates, (len(rough), len(fitting), 0)
 
 
@@ -650,77 +469,6 @@ def _rough_time(rough: Rough) -> StepTime:
         hidden=0.0,
         parts=tuple(Part(label, value, "estimate") for label, value in parts),
     )
-
-
-def _refusal(compiled: Compiled, limit: int) -> str:
-    """Why a layout is not a candidate."""
-    program = compiled.program
-    if program.memory is None:
-        return program.message
-    return f"it takes {size_text(program.memory.total)}, more than {size_text(limit)}"
-
-
-def _check(found: Search, task: Work, target: Target, limit: int) -> None:
-    if found.fitting:
-        return
-    if not found.compiled:
-        raise _no_layout(task, target)
-    errors = [c for c in found.compiled if c.program.status == "error"]
-    if len(errors) == len(found.compiled):
-        message = errors[0].program.message
-        gap = "\n" if "\n" in message else " "
-        raise PlanError(f"the program could not be made or compiled:{gap}{message}")
-
-    def size(program: CompiledProgram) -> int:
-        return program.memory.total if program.memory else program.needed_bytes or 0
-
-    least = min((c for c in found.compiled if c not in errors), key=lambda c: size(c.program) or math.inf)
-    needed = size(least.program) or least.rough.hbm_bytes
-    source = "by the compiler" if size(least.program) else "estimated"
-    refusal = DoesNotFitError(_does_not_fit(task, target, limit, needed, least.rough.memory, source))
-    refusal.layout = least.layout
-    raise refusal
-
-
-def _does_not_fit(
-    task: Work, target: Target, limit: int, needed: int, kinds: Mapping[str, int], source: str
-) -> str:
-    largest = sorted(kinds.items(), key=lambda item: -item[1])[:3]
-    parts = ", ".join(f"{name} {size_text(size)}" for name, size in largest)
-    if source != "estimated":  # the kinds are, and need not add up to the compiler's figure
-        parts = f"estimated: {parts}"
-    chips = math.ceil(target.num_chips * needed / limit)
-    larger = target.larger(chips)
-    more = f"More than {target.most}" if larger is None else f"A {target.kind} such as {larger}"
-    help = (
-        "a smaller train.batch_size or train.sequence_length would help; capibara plan --explain lists the largest "
-        "buffers"
-        if _trains(task)
-        else "or a smaller batch would help"
-    )
-    return (
-        f"nothing fits: {task.title} on {target} takes at least {size_text(needed)} a device ({source}; {parts}), "
-        f"and {limit_text(target, limit)}. {more}, {help}"
-    )
-
-
-def _no_layout(task: Work, target: Target) -> PlanError:
-    if not _trains(task):
-        return PlanError(
-            f"no mesh of {target.num_devices} devices divides the work ({task.title}): the first dimension of every "
-            "batch argument (batch_argnums) must be a multiple of the devices along 'data', and the longest dimension "
-            f"of the others of those along 'model', together {target.num_devices}"
-        )
-    return PlanError(
-        f"no mesh of {target.num_devices} devices divides the work ({task.title}): train.batch_size must be a multiple "
-        "of the devices along 'data', model.num_heads of those along 'model', and model.num_layers of those along "
-        f"'pipeline', together {target.num_devices}"
-    )
-
-
-def _trains(work: Work) -> bool:
-    """Whether it is the step of a configuration."""
-    return isinstance(work.work if isinstance(work, Narrowed) else work, TrainWork)
 
 
 def as_work(work: Any) -> Work:

@@ -6,7 +6,8 @@ does not fuse elementwise operations into a product across one: an activation fu
 pass over memory of its own.
 
 Norms read arrays whose features are innermost. For the sum over them XLA would choose the positions instead, keep the
-residual stream in that order, and copy it back for the backward pass.
+residual stream in that order, and copy it back for the backward pass. Not where a mesh may divide the features or the
+positions: there XLA gathers the rows of all devices for an array whose order is given.
 
 The exact GELU of 16-bit numbers is computed with ``erf``, as PyTorch does. ``jax.nn.gelu`` has ``erfc``, which stays
 accurate where the result is below 1e-6, at several times the operations: XLA repeats them in the product that reads the
@@ -33,6 +34,7 @@ from capibara.ops.registry import is_portable
 
 if TYPE_CHECKING:
     from capibara.compose.backends.jax_backend import JaxBackend
+    from capibara.config.axes import AxisRules
 
 __all__ = ["choose_forms", "on_tpu"]
 
@@ -92,20 +94,21 @@ def _features_innermost(op: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def on_tpu(ops: Any) -> Any:
+def on_tpu(ops: Any, *, only_rows: bool = True) -> Any:
     """The operations of a module (its ``__all__``), some of them in the form for TPUs.
 
     Args:
         ops: :mod:`capibara.compose.backends.jax_ops`.
+        only_rows: whether a mesh divides nothing of a sequence's activations but their rows.
     """
+    norms = {"rms_norm": ops.rms_norm, "layer_norm": ops.layer_norm}
     own = {
         "dense": _dense,
         "project": _project,
         "merge": _merge,
         "gelu": _gelu,
         "rotate": partial(ops.rotate, implementation="auto"),
-        "rms_norm": _features_innermost(ops.rms_norm),
-        "layer_norm": _features_innermost(ops.layer_norm),
+        **{name: _features_innermost(norm) if only_rows else norm for name, norm in norms.items()},
     }
     same = {name: getattr(ops, name) for name in ops.__all__}
     return SimpleNamespace(**{**same, **own}, __all__=list(ops.__all__))
@@ -124,7 +127,7 @@ def choose_forms(ops: Any, backend: JaxBackend, mesh: Any | None) -> Any:
 
     def chosen() -> Any:
         tpu = backend.platform == "tpu"
-        found = on_tpu(ops) if tpu else ops
+        found = on_tpu(ops, only_rows=_only_rows(mesh, backend.rules)) if tpu else ops
         if mesh is None or mesh.size == 1:
             return found
         from capibara.compose.backends.jax_parts import on_parts
@@ -132,6 +135,14 @@ def choose_forms(ops: Any, backend: JaxBackend, mesh: Any | None) -> Any:
         return on_parts(found, mesh, backend.rules, tpu=tpu)
 
     return chosen() if backend.knows_platform else _AtFirstUse(chosen)
+
+
+def _only_rows(mesh: Any | None, rules: AxisRules) -> bool:
+    if mesh is None:
+        return True
+    # A stage of a pipeline has arrays of its own.
+    free = {axis for axis, size in mesh.shape.items() if size > 1} - {"pipeline"}
+    return free <= set(rules.activations.get("batch", ()))
 
 
 class _AtFirstUse:

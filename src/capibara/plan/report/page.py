@@ -16,7 +16,7 @@ from capibara.plan.report.table import plan_text
 from capibara.plan.report.where import where_tables
 
 if TYPE_CHECKING:
-    from capibara.plan.planning import Plan
+    from capibara.plan.result import Plan
 
 __all__ = ["write_report"]
 

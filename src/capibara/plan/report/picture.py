@@ -14,7 +14,7 @@ from capibara.plan.slices import Slice
 if TYPE_CHECKING:
     from capibara.plan.attribution import Attribution
     from capibara.plan.candidate import Candidate
-    from capibara.plan.planning import Plan
+    from capibara.plan.result import Plan
 
 __all__ = ["draw_plan", "figure_of", "link_axes"]
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from capibara.plan.candidate import Candidate
     from capibara.plan.improvements import Improvement
     from capibara.plan.memory.least import LeastMemory
-    from capibara.plan.planning import Plan
+    from capibara.plan.result import Plan
 
 __all__ = ["candidate_lines", "digits", "dollars", "own_lines", "plan_text", "print_plan", "print_whole"]
 
