@@ -6,6 +6,7 @@ Exit code 0 if a plan was made, 1 if nothing fits or ``--check`` found a differe
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Iterable
@@ -196,7 +197,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{option.replace('_', '-')} needs the compiler: leave out --no-compile")
     _check_files(args)
     if not args.no_compile:
-        _show_compiler_notes(_topology(args))
+        _show_compiler_notes(args)
     if args.model is None:
         config, source = named_config(args)
         base = None
@@ -281,15 +282,18 @@ def _topology(args: argparse.Namespace) -> str:
     return "v4-32" if args.topology is None else args.topology
 
 
-def _show_compiler_notes(topology: str) -> None:
+def _show_compiler_notes(args: argparse.Namespace) -> None:
     """Warn before minutes are spent on compiling; the plan's notes repeat it."""
     from capibara.plan import CompilerMissingError, parse_target
     from capibara.plan.compiler import compiler_for
+    from capibara.plan.several import Several
 
-    try:
-        notes = compiler_for(parse_target(topology)).notes()
-    except CompilerMissingError:
-        return
+    notes: dict[str, None] = {}
+    for name in _topology(args).split(","):
+        several = Several.read(name.strip(), args.view, args.dcn_gbps)
+        target = parse_target(name.strip(), args.view) if several is None else several.target
+        with contextlib.suppress(CompilerMissingError):
+            notes |= dict.fromkeys(compiler_for(target).notes())
     for note in notes:
         print(f"capibara plan: {note}", file=sys.stderr)
 
