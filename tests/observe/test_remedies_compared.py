@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
+from capibara.errors import CapibaraError
 from capibara.observe.bottlenecks import Bottleneck
-from capibara.observe.bottlenecks.remedies import Remedy, _measured, _Ran
+from capibara.observe.bottlenecks.remedies import Remedy, _measured, _Ran, _run
 from capibara.observe.profile.results import write_results
 
 FOUND = Bottleneck("idle", "", "", {}, 0.5)
@@ -39,3 +41,10 @@ def test_every_pair_is_compared(
     assert any("the output differs first in 1" in note for note in found.notes) is not same
     assert any("loss differs" in note for note in found.notes) is not same
     assert any("two runs of the script as it is differ as well" in note for note in found.notes) is bool(said)
+
+
+def test_a_remedy_that_waits_for_itself_is_ended(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text("import threading\nthreading.Event().wait(60)\n")
+    with pytest.raises(CapibaraError, match="did not end within 1 s"):
+        _run([sys.executable, str(script)], lambda: None, tmp_path, Remedy("x"), compiling=False, limit=1.0)

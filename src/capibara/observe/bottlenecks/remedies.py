@@ -28,6 +28,9 @@ __all__ = ["Remedy", "Tried", "choose_remedies", "try_remedies", "why_untried"]
 
 _MOST_PROFILE = 512 * 2**20
 _MOST_NOTES = 1 << 20
+# Seconds that a run with a remedy may take, beside ten times the profiled region: it may wait for itself, where items
+# that another thread prepares need a lock that the loop holds.
+_LEAST_LIMIT = 300.0
 # The share by which numbers of two runs may differ: sums have another order, and bfloat16 has eight bits.
 _SAME, _SAME_ROUNDED = 1e-3, 3e-2
 # By platform, the variable and the flags of a scheduler that hides collectives.
@@ -306,7 +309,12 @@ def try_remedies(
                 predicted = _of_what_is_compared(bottleneck, remedy, profile)
                 progress(f"{bottleneck.kind}: {remedy.description}")
                 run = functools.partial(
-                    _run, command, stdin, Path(temporary), compiling=bottleneck.kind == "recompilation"
+                    _run,
+                    command,
+                    stdin,
+                    Path(temporary),
+                    compiling=bottleneck.kind == "recompilation",
+                    limit=_LEAST_LIMIT + 10 * profile.wall_seconds,
                 )
                 found.append(_measured(run, bottleneck, remedy, predicted, repeats))
     return found
@@ -422,18 +430,25 @@ def _run(
     remedy: Remedy | None,
     *,
     compiling: bool,
+    limit: float,
 ) -> _Ran:
     python, *arguments = command
     results = Path(tempfile.mkdtemp(dir=folder)) / RESULTS
     with tempfile.TemporaryDirectory(dir=folder) as place:
         change = [] if remedy is None or remedy.change is None else [f"--change={remedy.change.to_json()}"]
-        done = subprocess.run(
-            [python, "-c", RUN, place, "--results", *change, *arguments],
-            env={**os.environ, **({} if remedy is None else remedy.environment)},
-            stdin=stdin(),
-            capture_output=True,
-            check=False,
-        )
+        try:
+            done = subprocess.run(
+                [python, "-c", RUN, place, "--results", *change, *arguments],
+                env={**os.environ, **({} if remedy is None else remedy.environment)},
+                stdin=stdin(),
+                capture_output=True,
+                check=False,
+                timeout=None if remedy is None else limit,
+            )
+        except subprocess.TimeoutExpired:
+            raise CapibaraError(
+                f"the program did not end within {limit:,.0f} s (300 s, and ten times the profiled region)"
+            ) from None
         written = Path(place) / "profile.json"
         if done.returncode or not written.is_file():
             last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
