@@ -71,7 +71,8 @@ def test_any_name_also_means_none() -> None:
             await send({"type": "http.response.start", "status": 200, "headers": []})
 
         scope = {"type": "http", "http_version": "1.0", "method": "GET", "path": "/health", "headers": []}
-        asyncio.run(CheckHost(behind, names)(scope, None, said))
+        nothing: Any = None
+        asyncio.run(CheckHost(behind, names)(scope, nothing, said))
         return sent[0]["status"]
 
     assert code("*") == 200
