@@ -168,6 +168,26 @@ def test_one_function_is_jitted_once(monkeypatch: pytest.MonkeyPatch):
     assert jax.jit(lambda x: x, static_argnums=0)(3) == 3
 
 
+def test_a_function_that_reads_other_values_of_the_module_is_jitted_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(jax, "jit", jax.jit)
+    install(Change("jit_once"))
+    names: dict[str, Any] = {"jax": jax}
+    exec(
+        "made, out = [], []\n"
+        "for scale in (2.0, 3.0, 3.0):\n"
+        "    made.append(jax.jit(lambda x: (lambda y: y * scale)(x)))\n"
+        "    out.append(float(made[-1](1.0)))\n",
+        names,
+    )
+    assert names["out"] == [2.0, 3.0, 3.0]
+    assert names["made"][1] is names["made"][2]
+
+    def nothing_or(one: Any, other: Any) -> Any:
+        return jax.jit(lambda x: x * 2 if one is None else (x * 3 if other is None else x))
+
+    assert [float(nothing_or(*pair)(1.0)) for pair in ((None, "a"), ("a", None))] == [2.0, 3.0]
+
+
 def test_callbacks_that_only_look_are_left_out(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(jax.debug, "print", jax.debug.print)
     monkeypatch.setattr(jax.debug, "callback", jax.debug.callback)

@@ -305,6 +305,109 @@ def test_a_loop_that_closes_over_other_values_each_time(told: Told, tmp_path: Pa
     assert names["r"] == pytest.approx([2, 4, 2], rel=1e-4)
 
 
+# Each gives a global `out`, as the script alone does.
+AS_THEY_ARE = {
+    "comprehension": """
+ws, w = [0.1, 0.2, 0.3], 7.0
+def run(x):
+    for i in range(30):
+        y = sum([one * w * x for one in ws])
+        x = jnp.tanh(y)
+    return x
+out = run(jnp.ones(3))
+""",
+    "comprehension over a name of the module": """
+w = jnp.float32(0.5)
+def run(x):
+    for i in range(30):
+        x = jnp.tanh(sum([w * x for w in (0.1, 0.2)]))
+    return x + w
+out = run(jnp.ones(3))
+""",
+    "a function reads what the body assigns": """
+x = jnp.ones(3)
+def step():
+    return jnp.tanh(x * 0.9 + 0.1)
+for i in range(30):
+    x = step()
+out = x
+""",
+    "an array that others hold": """
+def add(total):
+    for i in range(30):
+        total += np.float32(i)
+total = np.zeros(3, np.float32)
+add(total)
+out = total
+""",
+    "large numbers": """
+x = jnp.ones(3)
+for k in range(10**10, 10**10 + 30):
+    x = jnp.tanh(x + k % 7)
+for k in range(2**31 - 30, 2**31):
+    x = jnp.tanh(x + k % 7)
+out = x
+""",
+    "a column with labels": """
+class Column(np.ndarray):
+    def __getitem__(self, key):
+        return super().__getitem__(key if isinstance(key, slice) else -1 - key)
+    def __iter__(self):
+        return iter(np.asarray(self))
+x = jnp.ones(3)
+for v in np.linspace(0, 1, 30).astype(np.float32).view(Column):
+    x = jnp.tanh(0.5 * x + v)
+out = x
+""",
+    "a declaration": """
+x = jnp.ones(3)
+for k in range(30):
+    y: int
+    x = jnp.tanh(x + k)
+out = x
+""",
+}
+
+
+@pytest.mark.parametrize("source", AS_THEY_ARE.values(), ids=AS_THEY_ARE)
+def test_loops_give_what_the_script_gives(source: str, told: Told, tmp_path: Path):
+    names: dict[str, Any] = {}
+    exec(HEAD + source, names)
+    found = told.run("roll", source, tmp_path)
+    np.testing.assert_allclose(found["out"], names["out"], rtol=1e-5)
+    again = told.run("roll", source, tmp_path, loops=rolled_loops(told.found))
+    np.testing.assert_allclose(again["out"], names["out"], rtol=1e-5)
+
+
+def test_a_loop_whose_function_keeps_something_stays(told: Told, tmp_path: Path):
+    source = """
+class Model:
+    weights = jnp.ones(3)
+    def step(self):
+        object.__setattr__(self, "weights", 0.9 * self.weights)
+        return jnp.float32(1) + 0 * self.weights
+model = Model()
+for i in range(30):
+    loss = model.step()
+"""
+    told.run("roll", source, tmp_path)
+    assert rolled_loops(told.found) == ()
+    assert "was left as it is: Leaked" in told.notes[0]
+
+
+def test_few_turns_together_where_they_take_much_memory(told: Told):
+    told.install("batch")
+    xs = jnp.arange(40.0)
+
+    def wide(x: Any) -> Any:
+        return jax.jit(lambda x: jnp.sum(jnp.sin(x + jnp.arange(2.0**23))))(x)  # 32 MiB
+
+    jax.make_jaxpr(lambda xs: jax.lax.map(wide, xs))(xs)
+    assert told.uses == ["lax.map in line 1: 8 of its 40 turns at once"]
+    jax.make_jaxpr(lambda xs: jax.lax.map(lambda x: jnp.sum(x + jnp.arange(2.0**26)), xs))(xs)
+    assert told.notes == ["lax.map in line 1 was left as it is: arrays of two turns take more than 256 MiB"]
+
+
 def test_what_the_loops_say_is_checked():
     assert rolled_loops(
         ['{"loop": 3, "works": true}', '{"loop": 4, "works": true}', '{"loop": 3, "works": false}']

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import pytest
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
@@ -41,7 +44,7 @@ def test_other_names_are_refused(host: str) -> None:
 
 
 def test_names_can_be_added() -> None:
-    one = client("example.com", " *.Example.org", "[2001:DB8:0::1]")
+    one = client("example.com.", " *.Example.org", "[2001:DB8:0::1]")
     for host, code in [
         ("example.com:8000", 200),
         ("EXAMPLE.com", 200),
@@ -54,6 +57,26 @@ def test_names_can_be_added() -> None:
     ]:
         assert one.get("/", headers={"host": host}).status_code == code, host
     assert client("*").get("/", headers={"host": "any.thing"}).status_code == 200
+
+
+def test_any_name_also_means_none() -> None:
+    # An old health check of a load balancer (HTTP/1.0) sends no Host.
+    def code(*names: str) -> int:
+        sent = []
+
+        async def said(message: Any) -> None:
+            sent.append(message)
+
+        async def behind(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+
+        scope = {"type": "http", "http_version": "1.0", "method": "GET", "path": "/health", "headers": []}
+        nothing: Any = None
+        asyncio.run(CheckHost(behind, names)(scope, nothing, said))
+        return sent[0]["status"]
+
+    assert code("*") == 200
+    assert code("example.com") == 400
 
 
 def test_two_names_are_refused() -> None:

@@ -236,6 +236,9 @@ def _no_debug_callbacks() -> None:
     jax.debug.print = jax.debug.callback = nothing
 
 
+_MISSING = object()
+
+
 def _jit_once() -> None:
     import jax
 
@@ -247,12 +250,15 @@ def _jit_once() -> None:
             return functools.partial(once, **options)
         if not isinstance(fun, types.FunctionType):
             return jit(fun, **options)
-        # The same code over the same values of other scopes. They are kept, so that no other object gets their place.
-        cells = [cell.cell_contents for cell in fun.__closure__ or () if _filled(cell)]
+        # The same code over the same values of other scopes, and of the module's names as they are now. They are kept,
+        # so that no other object gets their place.
+        cells = [cell.cell_contents if _filled(cell) else _MISSING for cell in fun.__closure__ or ()]
+        reads = [fun.__globals__.get(name, _MISSING) for name in _read_names(fun.__code__)]
         kept = (
             fun.__code__,
             fun.__globals__,
             *cells,
+            *reads,
             fun.__defaults__,
             *_in_order(fun.__kwdefaults__),
             *options.values(),
@@ -344,9 +350,15 @@ def _in_order(names: dict[str, Any] | None) -> list[Any]:
 
 def _filled(cell: types.CellType) -> bool:
     try:
-        return cell.cell_contents is not None
+        return cell.cell_contents is not _MISSING
     except ValueError:
         return False
+
+
+def _read_names(code: types.CodeType) -> list[str]:
+    """Names that code, and functions within it, may read of its module."""
+    inner = [one for one in code.co_consts if isinstance(one, types.CodeType)]
+    return [*code.co_names, *(name for one in inner for name in _read_names(one))]
 
 
 def _identity(value: Any) -> Any:

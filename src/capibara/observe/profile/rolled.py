@@ -2,7 +2,7 @@
 
 A ``for`` loop over ``range(…)``, an array or a list of numbers whose body only computes (assigns names, calls functions
 that return something) is what ``jax.lax.scan`` runs: the names that the body assigns are its carry. The first turn runs
-in Python, so that all of them have values. The others are one program, if that gives the same.
+in Python, so that all of them have values. The others are one program, if that gives the same as the script's own loop.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from capibara.jax_versions import outside_transformations
 __all__ = ["LOOP_NAME", "Rolled", "compile_rolled"]
 
 LOOP_NAME = "__capibara_loop__"
+_TURN = "__capibara_turn_"
 _LEAST_TURNS = 20
 _SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Pass, ast.Expr)
 
@@ -28,20 +29,31 @@ def compile_rolled(tree: ast.Module, effects: Callable[[ast.AST], str], note: Ca
         def __turn(i, a, b):              # the names that the body assigns
             body
             return a, b
-        for __rest in __capibara_loop__.over(over, line):   # the first turn, or all of them, in Python
-            i = __rest; body
-        if __capibara_loop__.rest(line): i, a, b = __capibara_loop__.run(__turn, …)
+        for i in __capibara_loop__[line].first(over):       # the first turn, or all of them, in Python
+            body
+            if __capibara_loop__[line].watched:
+                __capibara_loop__[line].seen((i, a, b))     # of the first turn: from there the program goes on
+        if __capibara_loop__[line].rest(): i, a, b = __capibara_loop__[line].run(__turn, …)
 
     Args:
       effects: says why a body may do more than compute, or nothing. note: called with the loops that are left.
     """
-    _Rewriter(effects, note).visit(tree)
+    _Rewriter(tree, effects, note).visit(tree)
     ast.fix_missing_locations(tree)
 
 
 class _Rewriter(ast.NodeTransformer):
-    def __init__(self, effects: Callable[[ast.AST], str], note: Callable[[str], None]) -> None:
-        self._effects, self._note = effects, note
+    def __init__(
+        self, tree: ast.Module, effects: Callable[[ast.AST], str], note: Callable[[str], None]
+    ) -> None:
+        self._tree, self._effects, self._note = tree, effects, note
+        self._within: list[ast.FunctionDef] = []
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
+        self._within.append(node)
+        self.generic_visit(node)
+        self._within.pop()
+        return node
 
     def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> Any:
         return node
@@ -58,13 +70,16 @@ class _Rewriter(ast.NodeTransformer):
             return self.generic_visit(node)
         assert isinstance(node.target, ast.Name)
         names = sorted({*_assigned(node.body), node.target.id})
-        turn = f"__capibara_turn_{node.lineno}"
+        changed = sorted(_assigned([one for one in node.body if isinstance(one, ast.AugAssign)]))
+        turn = f"{_TURN}{node.lineno}"
         call = f"{LOOP_NAME}[{node.lineno}]"
         carried = ", ".join(names)
         made = ast.parse(
             f"def {turn}({carried}):\n    pass\n    return ({carried},)\n"
             f"for {node.target.id} in {call}.first(None):\n    pass\n"
-            f"if {call}.rest():\n    ({carried},) = {call}.run({turn}, {node.target.id!r}, {names!r}, ({carried},))\n"
+            f"    if {call}.watched:\n        {call}.seen(({carried},))\n"
+            f"if {call}.rest():\n    ({carried},) = {call}.run({turn}, {node.target.id!r}, {names!r}, {changed!r}, "
+            f"({carried},))\n"
         ).body
         function, loop, run = made
         assert isinstance(function, ast.FunctionDef)
@@ -72,7 +87,7 @@ class _Rewriter(ast.NodeTransformer):
         assert isinstance(loop.iter, ast.Call)
         function.body[:1] = _copies(node.body)
         loop.iter.args = [node.iter]
-        loop.body = node.body
+        loop.body[:1] = node.body
         for one in (function, loop, run):
             ast.copy_location(one, node)
         return [function, loop, run]
@@ -98,7 +113,43 @@ class _Rewriter(ast.NodeTransformer):
                 return f"assigns to {ast.unparse(part)}"
         if not _assigned(node.body):
             return "assigns nothing"
-        return self._effects(block)
+        if any(isinstance(one, ast.AnnAssign) and one.value is None for one in node.body):
+            return "declares a name that it gives no value"
+        return self._effects(block) or self._shared({*_assigned(node.body), node.target.id})
+
+    def _shared(self, names: set[str]) -> str:
+        """Why other code may see or change what names hold from turn to turn, which it cannot in a program."""
+        for function in self._within:
+            for one in ast.walk(function):
+                if isinstance(one, ast.Global | ast.Nonlocal) and not names.isdisjoint(one.names):
+                    return f"assigns {', '.join(sorted(names & {*one.names}))}, a name of other functions too"
+        for one in ast.walk(self._within[0] if self._within else self._tree):
+            if (
+                isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+                and one not in self._within
+            ):
+                called = getattr(one, "name", "a lambda")
+                if called.startswith(_TURN):
+                    continue
+                if shared := sorted(names & _free(one)):
+                    return f"assigns {', '.join(shared)}, which {called} reads"
+        return ""
+
+
+def _free(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> set[str]:
+    """Names that a function reads, or changes, of the code around it."""
+    own = {one.arg for one in ast.walk(function.args) if isinstance(one, ast.arg)}
+    own |= {
+        one.id for one in ast.walk(function) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
+    }
+    of_others: set[str] = set()
+    read: set[str] = set()
+    for one in ast.walk(function):
+        if isinstance(one, ast.Global | ast.Nonlocal):
+            of_others |= {*one.names}
+        elif isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load):
+            read.add(one.id)
+    return (read - own) | of_others
 
 
 def _copies(body: Sequence[ast.stmt]) -> list[ast.stmt]:
@@ -108,12 +159,16 @@ def _copies(body: Sequence[ast.stmt]) -> list[ast.stmt]:
 
 
 def _assigned(body: Sequence[ast.stmt]) -> set[str]:
-    return {
-        one.id
-        for statement in body
-        for one in ast.walk(statement)
-        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
-    }
+    """The names that statements give values; those of comprehensions are known only within them."""
+    found: set[str] = set()
+    todo: list[ast.AST] = list(body)
+    while todo:
+        one = todo.pop()
+        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store):
+            found.add(one.id)
+        if not isinstance(one, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+            todo += ast.iter_child_nodes(one)
+    return found
 
 
 class Rolled:
@@ -142,70 +197,88 @@ class Rolled:
 
 
 class _Loop:
-    """One loop of the script."""
+    """One loop of the script.
+
+    Attributes:
+      watched: whether the values behind the next turn are wanted.
+    """
 
     def __init__(self, all: Rolled, line: int) -> None:
         self._all, self._line = all, line
         self._left: Any = None
+        self._start: tuple[Any, ...] | None = None
         self._programs: dict[Any, Any] = {}
         self._kept: list[Any] = []
         self._failed = False
+        self.watched = False
 
     def first(self, over: Any) -> Any:
-        """What the loop in Python goes over: all of it, or the first item."""
-        import numpy as np
-
-        self._left = None
+        """What the loop in Python goes over: the first item; all of it where that is to be compared, or has to be."""
+        self._left, self._start, self.watched = None, None, False
         tries = self._all.works is None or self._line in self._all.works
         if self._failed or not tries or not outside_transformations():
             return over
-        items: Any = None
-        if isinstance(over, range):
-            items = np.arange(over.start, over.stop, over.step, dtype=np.int32) if len(over) else None
-        elif hasattr(over, "shape") and hasattr(over, "dtype") and len(over.shape) > 0:
-            items = over
-        elif isinstance(over, list | tuple) and over and all(type(one) in (int, float) for one in over):
-            items = np.asarray(over)
+        items = _items(over)
         if items is None or len(items) < _LEAST_TURNS:
             return over
         self._left = over, items
+        if self._all.works is None:
+            # The script's own loop says what is right: functions that it calls may read the names that it assigns.
+            self.watched = True
+            return over
         return over[:1] if isinstance(over, range | list | tuple) else iter([over[0]])
 
+    def seen(self, values: tuple[Any, ...]) -> None:
+        """Keep the values behind the first turn."""
+        self.watched, self._start = False, _own(values)
+
     def rest(self) -> bool:
-        """Whether turns are left for a program."""
+        """Whether a program has turns to run."""
         return self._left is not None
 
     def run(
-        self, turn: Callable[..., tuple[Any, ...]], target: str, names: list[str], values: tuple[Any, ...]
+        self,
+        turn: Callable[..., tuple[Any, ...]],
+        target: str,
+        names: list[str],
+        changed: list[str],
+        values: tuple[Any, ...],
     ) -> Any:
-        """The other turns; returns the values of all names behind them."""
+        """The turns after the first; returns the values of all names behind them.
+
+        Args:
+          changed: names of which the body may change the object (``a += …``).
+          values: of the names: behind the first turn, or, where the loop is tried, behind all of them.
+        """
+        import jax
+
         over, items = self._left
-        self._left = None
+        start, self._left, self._start = self._start, None, None
         place = names.index(target)
-
-        def in_python(values: tuple[Any, ...]) -> tuple[Any, ...]:
-            for item in over[1:]:
-                values = turn(*values[:place], item, *values[place + 1 :])
-            return values
-
         try:
+            for name in changed:
+                if not _is_assigned_anew(values[names.index(name)]):
+                    raise TypeError(f"it changes what {name} holds, which other names may hold as well")
             if self._all.works is not None:
                 return self._as_program(turn, place, items, values)
-            kept = _own(values)
-            expected = in_python(values)
-            found = self._as_program(turn, place, items, kept)
-            if not self._all.same(found, expected):
+            if start is None:
+                raise RuntimeError("its first turn was not finished")
+            # What a function keeps in an object from turn to turn would be a value of the trace.
+            with jax.checking_leaks():
+                found = self._as_program(turn, place, items, start)
+            if not self._all.same(found, values):
                 raise ValueError("as one program it gives other results")
         except Exception as error:
             self._failed = True
             text = str(error).strip().splitlines()[0][:200] if str(error).strip() else repr(error)
             self._all.note(f"the loop in line {self._line} was left as it is: {text}")
             self._all.found(self._line, False)
-            if self._all.works is None and "expected" in locals():
-                return locals()["expected"]
-            return in_python(values)
+            if self._all.works is not None:
+                for item in over[1:]:
+                    values = turn(*values[:place], item, *values[place + 1 :])
+            return values
         self._all.found(self._line, True)
-        return expected
+        return values
 
     def _as_program(
         self, turn: Callable[..., tuple[Any, ...]], place: int, items: Any, values: tuple[Any, ...]
@@ -247,12 +320,52 @@ class _Loop:
         )
 
 
+def _items(over: Any) -> Any:
+    """What a loop goes over as an array; None if it is something else."""
+    import jax
+    import numpy as np
+
+    if isinstance(over, range):
+        limits = np.iinfo(np.int32)
+        # The last bound itself is an int32 to NumPy.
+        if (
+            not over
+            or not limits.min < min(over.start, over.stop) <= max(over.start, over.stop) <= limits.max
+        ):
+            return None
+        return np.arange(over.start, over.stop, over.step, dtype=np.int32)
+    # Others that have a shape, such as the columns of a table, may have another order of their own.
+    if isinstance(over, jax.Array) or type(over) is np.ndarray:
+        return over if over.ndim else None
+    if isinstance(over, list | tuple) and over and all(type(one) in (int, float) for one in over):
+        return np.asarray(over)
+    return None
+
+
+def _is_assigned_anew(value: Any) -> bool:
+    """Whether ``value += …`` makes another object; NumPy's arrays, lists and dicts are changed themselves."""
+    import jax
+    import numpy as np
+
+    return isinstance(value, jax.Array | np.generic | int | float | complex | tuple)
+
+
 def _own(values: Any) -> Any:
-    """Copies: a function may take its arguments' place (``donate_argnums``)."""
+    """Copies: a function may take its arguments' place (``donate_argnums``), and later turns change NumPy's arrays."""
     import jax
     import jax.numpy as jnp
+    import numpy as np
 
-    return jax.tree.map(lambda one: jnp.copy(one) if isinstance(one, jax.Array) else one, values)
+    def copied(one: Any) -> Any:
+        return (
+            jnp.copy(one)
+            if isinstance(one, jax.Array)
+            else one.copy()
+            if isinstance(one, np.ndarray)
+            else one
+        )
+
+    return jax.tree.map(copied, values)
 
 
 def _computes(value: Any) -> bool:

@@ -15,8 +15,9 @@ __all__ = ["UNROLLED", "batch", "unroll"]
 
 # Turns of a loop that one of the unrolled loop has.
 UNROLLED = 8
-# Turns that are computed at once: their intermediate arrays are all there at a time.
-_MOST_AT_ONCE = 1024
+# Turns that are computed at once, and bytes of one intermediate array of theirs: these are all there at a time. Who
+# wrote a loop may have done so because they do not fit.
+_MOST_AT_ONCE, _MOST_BYTES = 1024, 2**28
 _OFTEN = 8  # a loop of fewer turns is left as it is
 
 
@@ -30,24 +31,28 @@ def batch(note: Callable[[str], None], used: Callable[[str], None], place: Calla
 
     plain_map, plain_scan = jax.lax.map, jax.lax.scan
 
-    def together(f: Callable[[Any], Any], xs: Any, length: int) -> Any:
+    def together(name: str, f: Callable[[Any], Any], xs: Any, length: int) -> Any:
+        at_once = min(length, _MOST_AT_ONCE, _MOST_BYTES // _widest(f, xs))
+        if at_once < 2:
+            raise TypeError(f"arrays of two turns take more than {_MOST_BYTES // 2**20} MiB")
+
         def mapped(xs: Any) -> Any:
-            return plain_map(f, xs, batch_size=min(length, _MOST_AT_ONCE))
+            return plain_map(f, xs, batch_size=at_once)
 
         # What cannot be batched says so when it is traced.
         expected = jax.eval_shape(lambda xs: plain_map(f, xs), xs)
         if _types(jax.eval_shape(mapped, xs)) != _types(expected):
             raise TypeError("together its results have other shapes or dtypes")
-        return mapped(xs)
+        found = mapped(xs)
+        used(f"lax.{name}{place()}: {at_once:,} of its {length:,} turns at once")
+        return found
 
     @functools.wraps(plain_map)
     def map_at_once(f: Callable[[Any], Any], xs: Any, *, batch_size: int | None = None) -> Any:
         length = _length(xs)
         if batch_size is None and length >= _OFTEN:
             try:
-                found = together(f, xs, length)
-                used(f"lax.map{place()}: {min(length, _MOST_AT_ONCE):,} of its {length:,} turns at once")
-                return found
+                return together("map", f, xs, length)
             except Exception as error:
                 note(f"lax.map{place()} was left as it is: {_first_line(error)}")
         return plain_map(f, xs, batch_size=batch_size)
@@ -60,8 +65,7 @@ def batch(note: Callable[[str], None], used: Callable[[str], None], place: Calla
                 note(f"lax.scan{place()} was left as it is: each turn takes what the one before gave")
             else:
                 try:
-                    found = together(lambda x: f(init, x)[1], xs, length)
-                    used(f"lax.scan{place()}: {min(length, _MOST_AT_ONCE):,} of its {length:,} turns at once")
+                    found = together("scan", lambda x: f(init, x)[1], xs, length)
                     # The carry as the loop gives it: with its dtypes.
                     first = jax.eval_shape(lambda: plain_scan(f, init, xs, *args, **kwargs)[0])
                     return jax.tree.map(lambda x, to: jax.numpy.asarray(x, to.dtype), init, first), found
@@ -137,18 +141,40 @@ def _keeps_its_carry(f: Callable[..., Any], init: Any, xs: Any) -> bool:
     import jax
     import numpy as np
 
-    def struct(x: Any, inner: bool) -> Any:
-        shape = np.shape(x)
-        return jax.ShapeDtypeStruct(shape[1:] if inner else shape, jax.dtypes.result_type(x))
-
     try:
-        carry = jax.tree.map(lambda x: struct(x, False), init)
-        turn = jax.tree.map(lambda x: struct(x, True), xs)
-        jaxpr = jax.make_jaxpr(f)(carry, turn).jaxpr
+        carry = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x)), init)
+        jaxpr = jax.make_jaxpr(f)(carry, _one_turn(xs)).jaxpr
     except Exception:  # the loop itself says what is wrong
         return False
     count = len(jax.tree.leaves(init))
     return all(out is into for out, into in zip(jaxpr.outvars[:count], jaxpr.invars[:count], strict=True))
+
+
+def _one_turn(xs: Any) -> Any:
+    """Shapes and dtypes of what one turn gets."""
+    import jax
+    import numpy as np
+
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x)[1:], jax.dtypes.result_type(x)), xs)
+
+
+def _widest(f: Callable[[Any], Any], xs: Any) -> int:
+    """Bytes of the largest array that a turn computes, also in programs within it; at least 1."""
+    import jax
+
+    def largest(jaxpr: Any) -> int:
+        most = 1
+        for one in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            for out in one.outvars:
+                dtype = getattr(out.aval, "dtype", None)
+                most = max(most, getattr(out.aval, "size", 0) * getattr(dtype, "itemsize", 0))
+            for value in one.params.values():
+                for inner in value if isinstance(value, tuple | list) else (value,):
+                    if hasattr(inner, "eqns") or hasattr(getattr(inner, "jaxpr", None), "eqns"):
+                        most = max(most, largest(inner))
+        return most
+
+    return largest(jax.make_jaxpr(f)(_one_turn(xs)))
 
 
 def _types(tree: Any) -> Any:

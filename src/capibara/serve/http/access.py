@@ -103,7 +103,7 @@ def host_names(names: Iterable[str]) -> tuple[str, ...]:
                 f"allowed hosts: got {name!r:.100}, expected a name or an address without scheme and port: "
                 "example.com, *.example.com, 192.0.2.1, or * for any"
             )
-        found.append(plain)
+        found.append(plain.removesuffix("."))
     return tuple(found)
 
 
@@ -121,7 +121,7 @@ class CheckHost:
         self._app, self._names = app, host_names(names)
 
     async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
-        if scope["type"] in ("http", "websocket"):
+        if scope["type"] in ("http", "websocket") and "*" not in self._names:
             given = [value.decode("latin-1") for key, value in scope["headers"] if key == b"host"]
             if len(given) != 1 or not self._knows(_without_port(given[0])):
                 said = f"host {', '.join(given)[:100]!r}" if given else "a request without Host"
@@ -136,7 +136,7 @@ class CheckHost:
 
     def _knows(self, host: str) -> bool:
         return is_loopback(host) or any(
-            name in ("*", host) or (name.startswith("*.") and host.endswith(name[1:])) for name in self._names
+            name == host or (name.startswith("*.") and host.endswith(name[1:])) for name in self._names
         )
 
 
