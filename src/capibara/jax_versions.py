@@ -21,6 +21,7 @@ from capibara.errors import CapibaraError
 
 __all__ = [
     "INSTALL",
+    "MEMORY_FRACTIONS",
     "RANGE",
     "SUPPORTED",
     "CompiledCall",
@@ -34,6 +35,7 @@ __all__ = [
     "installed_version",
     "libtpu_problem",
     "loaded_programs",
+    "memory_fraction",
     "outside_transformations",
     "require_supported_jax",
     "required_libtpu",
@@ -50,6 +52,10 @@ __all__ = [
 SUPPORTED = ((0, 10), (0, 13))
 RANGE = "{}.{} <= JAX < {}.{}".format(*SUPPORTED[0], *SUPPORTED[1])
 INSTALL = "pip install 'jax>={}.{},<{}.{}'".format(*SUPPORTED[0], *SUPPORTED[1])
+
+MEMORY_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+"""JAX's environment variables for the part of a GPU's memory that it takes when it starts: the name that it wants, and
+the deprecated one."""
 
 
 class UnsupportedJaxError(CapibaraError, ImportError):
@@ -171,6 +177,21 @@ class HeldJaxpr:
         from jax.extend.core import jaxpr_as_fun
 
         return jaxpr_as_fun(self.jaxpr)(*arrays)
+
+
+def memory_fraction() -> tuple[str, str] | None:
+    """The one of :data:`MEMORY_FRACTIONS` that is set, and what it says; None where neither is.
+
+    Raises:
+      CapibaraError: both are, with which JAX starts no GPU.
+    """
+    said = [(name, os.environ[name]) for name in MEMORY_FRACTIONS if os.environ.get(name)]
+    if len(said) > 1:
+        raise CapibaraError(
+            f"{' and '.join(f'{name}={value[:40]!r}' for name, value in said)}: JAX takes only one. Unset "
+            f"{MEMORY_FRACTIONS[1]}, which it has deprecated"
+        )
+    return said[0] if said else None
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:

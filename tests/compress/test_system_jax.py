@@ -198,8 +198,9 @@ with SystemIntegrationCoordinator(SystemConfiguration(jax_backend="cpu", jax_par
 def test_the_memory_fraction_is_in_the_environment_before_a_device_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-    monkeypatch.delenv(name, raising=False)
+    name, old = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    for each in (name, old):
+        monkeypatch.delenv(each, raising=False)
     adapter = JaxConfigAdapter(SystemConfiguration(jax_memory_fraction=0.4))
     adapter.apply()
     assert os.environ[name] == "0.4"
@@ -209,6 +210,11 @@ def test_the_memory_fraction_is_in_the_environment_before_a_device_starts(
     assert os.environ[name] == "0.4"
     assert "0.4" in other.describe()["memory_fraction_from"]
     monkeypatch.delenv(name)
+    # JAX starts no GPU where both are set.
+    monkeypatch.setenv(old, "0.5")
+    other.apply()
+    assert name not in os.environ
+    assert f"{old}=0.5" in other.describe()["memory_fraction_from"]
 
 
 def test_the_scope_of_64_bits() -> None:

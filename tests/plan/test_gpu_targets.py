@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from capibara.cli import main
 from capibara.config import ModularModelConfig
 from capibara.hardware import TopologyError, get_chip
+from capibara.jax_versions import MEMORY_FRACTIONS
 from capibara.plan import (
     CompilerMissingError,
     DoesNotFitError,
@@ -19,9 +22,10 @@ from capibara.plan import (
     parse_target,
     plan,
     plan_serving,
+    plan_slices,
     step_work,
 )
-from capibara.plan.compiler import Job, compiler_for
+from capibara.plan.compiler import CompiledProgram, Job, compiler_for
 from capibara.plan.compiler.limits import within
 from capibara.plan.gpus import COUNTS, FRACTION, GPUS
 from capibara.plan.memory import estimate_memory
@@ -39,7 +43,8 @@ TINY = (
 
 @pytest.fixture(autouse=True)
 def _default_fraction(monkeypatch):
-    monkeypatch.delenv(FRACTION, raising=False)
+    for name in MEMORY_FRACTIONS:
+        monkeypatch.delenv(name, raising=False)
 
 
 def tiny(*settings: str) -> ModularModelConfig:
@@ -83,6 +88,8 @@ def test_slices_are_targets_too():
         ("h100:" + "9" * 5000, "expected 1, 2, 4 or 8"),
         ("h100", "how many GPUs"),
         ("h100:", "how many GPUs"),
+        ("h100-8", "Did you mean 'h100'"),
+        ("a100-80gb:8", "made for h100, h200, b200"),
         ("a100:8", "made for h100, h200, b200. Did you mean 'h100'"),
         ("gb200:4", "Did you mean 'b200'"),
         ("l40s:1", "Write h100:8"),
@@ -117,8 +124,41 @@ def test_memory_is_what_jax_takes(monkeypatch):
     assert "92%" in parse_target("h100:8").notes()[1]
     for wrong in ("0", "1.5", "-0.5", "nan", "x"):
         monkeypatch.setenv(FRACTION, wrong)
-        with pytest.raises(PlanError, match="above 0 and at most 1"):
+        with pytest.raises(PlanError, match=f"{FRACTION}.*above 0 and at most 1"):
             parse_target("h100:8")
+
+
+def test_the_memory_fraction_is_read_as_jax_does(monkeypatch):
+    # jaxlib.xla_client.generate_pjrt_gpu_plugin_options is what JAX asks when it starts a GPU.
+    client = pytest.importorskip("jaxlib.xla_client")
+
+    def taken() -> float:
+        return client.generate_pjrt_gpu_plugin_options().get("memory_fraction", 0.75)
+
+    assert taken() == parse_target("h100:8").fraction  # type: ignore[attr-defined]
+    for name, value in zip(MEMORY_FRACTIONS, ("0.9", "0.6"), strict=True):
+        monkeypatch.setenv(name, value)
+        assert taken() == parse_target("h100:8").fraction == float(value)  # type: ignore[attr-defined]
+        monkeypatch.delenv(name)
+    for name in MEMORY_FRACTIONS:
+        monkeypatch.setenv(name, "0.9")
+    with pytest.raises(ValueError, match="together"):
+        taken()
+    with pytest.raises(PlanError, match=f"Unset {MEMORY_FRACTIONS[1]}"):
+        parse_target("h100:8")
+
+
+# GiB of arguments, new outputs and temporaries, compiled by jax-cuda13-plugin 0.10.2: capibara plan --config
+# production/tpu_v4 --topology h100:8 --max-compiles 3 model.num_layers=4 train.batch_size=64
+COMPILED = {"none": 10.669, "dots": 6.828, "full": 2.650}
+
+
+@pytest.mark.parametrize("remat", COMPILED)
+def test_the_memory_of_a_step_is_that_of_the_gpu_compiler(remat):
+    config = ModularModelConfig.from_toml("production/tpu_v4", ["model.num_layers=4", "train.batch_size=64"])
+    layout = Layout(mesh=(("data", 8), ("model", 1)), remat=remat)
+    found = estimate_memory(config, layout, parse_target("h100:8")).total / 2**30
+    assert found == pytest.approx(COMPILED[remat], rel=0.06)
 
 
 def test_the_compiler_is_told_the_memory():
@@ -236,6 +276,65 @@ def test_what_gpus_have_not_is_refused():
     with pytest.raises(DoesNotFitError) as refusal:
         plan(tiny(), "h100:1", compile=False, memory_limit_gb=0.003)
     assert "A host such as h100:" in str(refusal.value)
+
+
+def test_nothing_is_offloaded(monkeypatch):
+    offloaded = "tpu.topology=8x1 tpu.offload=optimizer"
+    found = plan(tiny(), "h100:8", compile=False, layout=offloaded)
+    assert found.own is not None
+    assert "keeps all arrays on the GPUs" in found.own.reason
+    assert all(candidate.layout.offload == "none" for candidate in found.candidates)
+    with pytest.raises(PlanError, match=r"tpu\.offload: .* keeps all arrays on the GPUs"):
+        plan(tiny("tpu.offload=optimizer"), "h100:8", compile=False, keep=["tpu.offload"])
+    kept = plan(tiny("tpu.offload=none"), "h100:8", compile=False, keep=["tpu.offload"])
+    assert kept.best.layout.offload == "none"
+    # A slice has its hosts' memory.
+    on_slice = plan(tiny(), "v5e:2x4", compile=False, layout=offloaded)
+    assert on_slice.own is not None
+    assert not on_slice.own.reason
+
+
+def test_a_lockfile_has_the_memory_that_it_was_planned_for(monkeypatch, tmp_path):
+    from capibara.plan import lock
+
+    monkeypatch.setenv(FRACTION, "0.92")
+    target = parse_target("h100:8")
+    estimate = plan(tiny(), target, compile=False)
+    monkeypatch.delenv(FRACTION)
+    monkeypatch.setattr(lock, "compiler_for", lambda target: SimpleNamespace(notes=list))
+    best = replace(estimate.best, memory_source="compiler", versions={})
+    file = tmp_path / "plan.lock"
+    lock.write_lock(replace(estimate, candidates=(best,)), file)
+    asked = []
+
+    def candidate_of(work, target, layout, **options):
+        asked.append(target)
+        return CompiledProgram(status="ok"), best
+
+    monkeypatch.setattr(lock, "candidate_of", candidate_of)
+    assert lock.check_lock(file, cache=tmp_path).passed
+    assert asked == [target]
+    data = json.loads(file.read_text())
+    for wrong in (0, 1.5, "0.9", None):
+        file.write_text(json.dumps(data | {"memory_fraction": wrong}))
+        with pytest.raises(PlanError, match="not a valid plan lockfile"):
+            lock.check_lock(file, cache=tmp_path)
+    # Those of earlier versions say nothing of it.
+    del data["memory_fraction"]
+    file.write_text(json.dumps(data))
+    assert lock.check_lock(file, cache=tmp_path).passed
+    assert asked[-1] == parse_target("h100:8")
+
+
+def test_what_is_for_slices_says_so():
+    with pytest.raises(PlanError, match=r"GPUs are planned for one host\. Leave it out"):
+        plan(tiny(), "h100:8", compile=False, dcn_gbps=50)
+    with pytest.raises(PlanError, match=r"GPUs are planned for one host\. Write h100:8"):
+        plan(tiny(), "2xh100:8", compile=False)
+    with pytest.raises(PlanError, match=r"only slices of TPUs are compared\. Plan it alone"):
+        plan_slices(tiny(), ["h100:8", "v5e:2x4"], compile=False)
+    with pytest.raises(PlanError, match="is not exported"):
+        plan(tiny(), "h100:8", compile=False).export("jax")
 
 
 def test_a_step_is_exported_for_its_platform(tmp_path):

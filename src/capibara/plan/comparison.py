@@ -256,7 +256,8 @@ def _targets(topologies: Any, view: str | None) -> list[Slice]:
             raise PlanError(f"topologies: {each!r} is several slices of one kind, which are planned alone")
         if isinstance(each, GpuHost) or is_gpu_name(each):
             raise PlanError(
-                f"topologies: {each} is a host of GPUs, which is planned alone, beside slices of TPUs"
+                f"topologies: {each} is a host of GPUs, and only slices of TPUs are compared. Plan it alone, without "
+                "other topologies, a deadline or a budget"
             )
     found = list(dict.fromkeys(parse_slice(each, view) for each in topologies))
     if not found:

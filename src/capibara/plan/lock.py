@@ -12,7 +12,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from capibara.files import replace_file
 from capibara.plan.compiler import CompiledProgram, ProgramCache, compiler_for
 from capibara.plan.errors import PlanError
 from capibara.plan.fingerprints import Fingerprint
+from capibara.plan.gpus import GpuHost
 from capibara.plan.planning import candidate_of
 from capibara.plan.result import Plan
 from capibara.plan.sizes import size_text, unit_of
@@ -124,6 +125,8 @@ def write_lock(plan: Plan, path: str | os.PathLike[str]) -> None:
         "config": plan.config.to_dict(),
         "topology": plan.target.text,
         "view": plan.target.view,
+        # What JAX takes of a GPU's memory decides how the program is scheduled, and whether it fits.
+        **({"memory_fraction": plan.target.fraction} if isinstance(plan.target, GpuHost) else {}),
         "limit_bytes": plan.limit_bytes,
         "layout": best.layout.to_json(),
         "versions": dict(best.versions or {}),
@@ -196,6 +199,11 @@ def _read(path: Path) -> dict[str, Any]:
             if (problem := flag_problem(f"{name}={value}")) is not None:
                 raise ValueError(f"compiler flags: {problem}")
         target = parse_target(found["topology"], found["view"], rented=False)
+        if isinstance(target, GpuHost) and "memory_fraction" in found:
+            fraction = _number(found["memory_fraction"])
+            if not 0 < fraction <= 1:
+                raise ValueError(f"memory_fraction is {fraction!r}, expected a part above 0 and at most 1")
+            target = replace(target, fraction=fraction)
         return {
             "config": ModularModelConfig.from_dict(_mapping(found["config"])),
             "slice": target,

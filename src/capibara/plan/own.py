@@ -21,7 +21,7 @@ from capibara.plan.targets import Target
 from capibara.plan.work import TrainWork, Work
 from capibara.sharding import Layout
 
-__all__ = ["OwnLayout", "read_layout", "why_not"]
+__all__ = ["OwnLayout", "no_host_memory", "read_layout", "why_not"]
 
 _CHIPS = "tpu.num_chips"
 # Settings that overrides() prints as well, and that follow from the others.
@@ -131,10 +131,20 @@ def _words(given: Any) -> list[str]:
     return words
 
 
+def no_host_memory(target: Target) -> str:
+    """Why nothing is offloaded on a target that does not plan the host's memory."""
+    return (
+        f"tpu.offload: a plan for {target} keeps all arrays on the {target.unit}s, since JAX does not know the host's "
+        "memory of those that are only described. Leave it out, or pass tpu.offload=none"
+    )
+
+
 def why_not(task: Work, layout: Layout, target: Target) -> str:
     """Why a layout cannot divide the step over a slice; empty if it can."""
     if layout.num_devices != target.num_devices:
         return f"its mesh has {layout.num_devices} devices, and {target} has {target.num_devices}"
+    if layout.offload != "none" and not target.plans_host_memory:
+        return no_host_memory(target)
     if not isinstance(task, TrainWork):
         return ""
     from capibara.core.pipelined import (

@@ -17,7 +17,7 @@ from capibara.plan.errors import CompilationError, CompilerMissingError, DoesNot
 from capibara.plan.improvements import Improvement, find_improvements
 from capibara.plan.memory.least import find_least_memory
 from capibara.plan.narrowed import Kept, Narrowed
-from capibara.plan.own import OwnLayout, read_layout, why_not
+from capibara.plan.own import OwnLayout, no_host_memory, read_layout, why_not
 from capibara.plan.program import read_program
 from capibara.plan.refusals import does_not_fit, no_layout, refusal, require_fitting
 from capibara.plan.result import Plan
@@ -126,7 +126,11 @@ def plan(
     check_counts(max_compiles=max_compiles, top=top, **({} if workers is None else {"workers": workers}))
     notes: list[str] = []
     given = None if layout is None else within(read_layout(layout, task), limit, target)
-    narrowed = Narrowed(task, limit, _kept(task, keep, notes))
+    kept = _kept(task, keep, notes)
+    offloads = kept is not None and "tpu.offload" in kept[0].settings and kept[0].layout.offload != "none"
+    if offloads and not target.plans_host_memory:
+        raise PlanError(no_host_memory(target))
+    narrowed = Narrowed(task, limit, kept)
     notes += target.notes()
     price = price_of(target, region, term, prices, notes)
     if compile is None:

@@ -15,7 +15,7 @@ from typing import Any
 from capibara.config import ModularModelConfig
 from capibara.plan.candidate import Candidate
 from capibara.plan.errors import PlanError
-from capibara.plan.gpus import is_gpu_name
+from capibara.plan.gpus import GpuHost, is_gpu_name
 from capibara.plan.search.analytic import count_parameters
 from capibara.plan.sizes import size_text
 from capibara.plan.slices import Slice, parse_slice
@@ -68,6 +68,11 @@ class Several:
             )
         match = _TEXT.fullmatch(topology.strip()) if isinstance(topology, str) else None
         if match is None:
+            if dcn_gbps is not None and (isinstance(topology, GpuHost) or is_gpu_name(topology)):
+                raise PlanError(
+                    f"dcn_gbps={dcn_gbps!r} is the network between several slices of TPUs, and GPUs are planned for "
+                    "one host. Leave it out"
+                )
             if dcn_gbps is not None:
                 raise PlanError(
                     f"dcn_gbps={dcn_gbps!r} is the network between several slices: write 2x{topology} for two"

@@ -11,10 +11,11 @@ import numpy as np
 from capibara.compress.system.configuration import SystemConfiguration
 from capibara.compress.system.engines import warn_fallback
 from capibara.hardware.telemetry import device_memory
+from capibara.jax_versions import MEMORY_FRACTIONS, memory_fraction
 
 __all__ = ["JaxConfigAdapter", "JaxDeviceManager"]
 
-FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+FRACTION = MEMORY_FRACTIONS[0]
 
 
 class JaxConfigAdapter:
@@ -33,12 +34,16 @@ class JaxConfigAdapter:
         self.fraction_from = "not applied"
 
     def apply(self) -> None:
-        """Set the memory fraction for devices that JAX initialises from now on."""
-        if (there := os.environ.get(FRACTION)) is None:
+        """Set the memory fraction for devices that JAX initialises from now on.
+
+        Raises:
+          CapibaraError: the environment has both of its variables.
+        """
+        if (there := memory_fraction()) is None:
             os.environ[FRACTION] = f"{self.config.jax_memory_fraction:g}"
             self.fraction_from = "the configuration"
-        elif there != f"{self.config.jax_memory_fraction:g}":
-            self.fraction_from = f"the environment ({FRACTION}={there})"
+        elif there[1] != f"{self.config.jax_memory_fraction:g}":
+            self.fraction_from = f"the environment ({'='.join(there)})"
         else:
             self.fraction_from = "the configuration, as in the environment"
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from capibara.errors import did_you_mean
+from capibara.errors import CapibaraError, did_you_mean
 from capibara.hardware import Chip, get_chip
+from capibara.jax_versions import MEMORY_FRACTIONS, memory_fraction
 from capibara.plan.errors import PlanError
 from capibara.sharding import ASYNCHRONOUS, Links, links_of
 from capibara.sharding.communication import DOUBLE_BUFFERED, flags_of
@@ -21,7 +21,7 @@ GPUS = ("h100", "h200", "b200")
 """GPUs that plans are made for, by their names in the chip catalogue."""
 COUNTS = (1, 2, 4, 8)
 """GPUs of a host: an HGX or DGX board has eight, and clouds rent parts of it."""
-FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+FRACTION = MEMORY_FRACTIONS[0]
 """JAX's setting of the part of a GPU's memory that it takes when it starts."""
 # Without the setting (JAX documentation, "GPU memory allocation").
 _TAKEN = 0.75
@@ -29,7 +29,7 @@ _TAKEN = 0.75
 # GetSchedulerMemoryLimit); in a process that trains, with the memory that JAX took.
 _SCHEDULED = 0.8
 # NVIDIA's names: a100, h100, gh200, l40s … All of TPUs begin otherwise.
-_NAME = re.compile(r"(?:[abhl]|g[bh])\d+[a-z]*(?::.*)?")
+_NAME = re.compile(r"(?:[abhl]|g[bh])\d+[a-z]*(?:[-:].*)?")
 _MEMORY = re.compile(r"device_memory_size: (\d+)")
 
 
@@ -193,12 +193,12 @@ def is_gpu_name(text: object) -> bool:
 def parse_gpus(text: str, view: str | None = None) -> GpuHost:
     """Read ``"h100:8"``: GPUs of one host.
 
-    The part of their memory that JAX has is that of the environment variable ``XLA_PYTHON_CLIENT_MEM_FRACTION``, as
-    for training; without it three quarters.
+    The part of their memory that JAX has is that of the environment variable ``XLA_CLIENT_MEM_FRACTION`` (or
+    ``XLA_PYTHON_CLIENT_MEM_FRACTION``, its deprecated name), as for training; without it three quarters.
 
     Raises:
       PlanError: an unknown GPU, another number than 1, 2, 4 or 8, a view of cores, or a fraction that is not between 0
-        and 1.
+        and 1, or given by both variables.
     """
     name, _, number = text.strip().lower().partition(":")
     if name not in GPUS:
@@ -220,15 +220,19 @@ def parse_gpus(text: str, view: str | None = None) -> GpuHost:
 
 
 def _fraction() -> float:
-    said = os.environ.get(FRACTION, "")
-    if not said:
+    try:
+        found = memory_fraction()
+    except CapibaraError as error:
+        raise PlanError(str(error)) from None
+    if found is None:
         return _TAKEN
+    name, said = found
     try:
         fraction = float(said)
     except ValueError:
         fraction = 0.0
     if not 0 < fraction <= 1:
-        raise PlanError(f"{FRACTION}={said[:40]!r}: expected a part of a GPU's memory, above 0 and at most 1")
+        raise PlanError(f"{name}={said[:40]!r}: expected a part of a GPU's memory, above 0 and at most 1")
     return fraction
 
 

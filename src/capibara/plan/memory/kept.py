@@ -94,9 +94,9 @@ def _kept(block: BlockType, config: ModularModelConfig, remat: str, w: Widths) -
     if block.kind in ("attention", "local"):
         if remat == "dots":
             # Before a norm, the last product is read as well.
-            streams = 1 + count("out") + (count("down") if m.norm_placement != "before" else 0)
+            streams = count("out") + (count("down") if m.norm_placement != "before" else 0)
             heads = count("query") * w.queries + (count("key") + count("value")) * w.keys
-            return streams * stream + w.values(heads) + layer
+            return stream + w.products(streams * w.stream) + w.products(heads) + layer
         heads = w.values(3 * w.queries + 2 * w.keys)
         if m.qk_norm != "none":
             heads += 3 * w.tokens * (w.queries + w.keys) * w.accumulate
@@ -104,7 +104,7 @@ def _kept(block: BlockType, config: ModularModelConfig, remat: str, w: Widths) -
     with_products, narrow, wide = _OWN[block.kind]
     own = w.values(w.own[block.kind])
     if remat == "dots":
-        return int(2 * stream + layer + with_products * own)
+        return int(stream + w.products(w.stream) + layer + with_products * w.products(w.own[block.kind]))
     scan = (scanned_rows(w) + scanned_states(w)) if block.kind == "ssm" else 0
     whole = narrow * own + wide * own * w.accumulate / w.compute
     return int(_normalised(m, w) + layer + whole + scan)
@@ -131,10 +131,10 @@ def _layer(block: BlockType, config: ModularModelConfig, remat: str, w: Widths) 
             narrow = plain and config.model.activation in ("silu", "relu")
             return int((4.0 if narrow else 6.5 if plain else 6.0) * w.values(w.inner))
         count = _products(config.finetune, "up") + (0 if plain else _products(config.finetune, "gate"))
-        return count * w.values(w.inner)
+        return count * w.products(w.inner)
     mixture = w.mixture
     assert mixture is not None
-    shared = (2 if remat == "dots" else 6) * w.values(mixture.shared)
+    shared = 2 * w.products(mixture.shared) if remat == "dots" else 6 * w.values(mixture.shared)
     scores = w.tokens * mixture.count * w.accumulate
     if remat == "dots":
         return scores + shared

@@ -35,7 +35,8 @@ class Mixture:
 class Widths:
     """One device's share of the model's widths, and bytes a number.
 
-    ``scan``: heads of a state-space block, channels a head, and states a channel.
+    ``scan``: heads of a state-space block, channels a head, and states a channel. ``kept_products``: bytes a number of
+    matrix products whose results are kept for the backward pass; 0: those of the compute dtype.
     """
 
     tokens: int
@@ -50,6 +51,7 @@ class Widths:
     accumulate: int
     mixture: Mixture | None = None
     scan: tuple[int, int, int] = (0, 0, 0)
+    kept_products: int = 0
 
     @property
     def one_dtype(self) -> bool:
@@ -59,6 +61,10 @@ class Widths:
     def values(self, width: float) -> int:
         """Bytes of one value of this width for every token, in the compute dtype."""
         return int(self.tokens * width * self.compute)
+
+    def products(self, width: float) -> int:
+        """Bytes of one matrix product of this width for every token, kept for the backward pass."""
+        return int(self.tokens * width * (self.kept_products or self.compute))
 
 
 def widths(config: ModularModelConfig, layout: Layout, rows: int) -> Widths:

@@ -34,7 +34,7 @@ reason.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from capibara.config import ModularModelConfig
 from capibara.plan.memory.arguments import Block, is_base, item_size, step_gradients
@@ -138,6 +138,9 @@ def working_set(
       rows: sequences of a microbatch, on all devices. arguments: of the step.
     """
     m, w = config.model, widths(config, layout, rows)
+    if target.platform == "cuda":
+        # The GPU's compiler keeps products as JAX saves them, in the dtype of accumulation; the TPU's casts them first.
+        w = replace(w, kept_products=w.accumulate)
     turns = turns_of(m)
     kept = sum(kept_of_turn(turn, config, layout.remat, w) for turn in turns)
     stored = item_size(config.precision.param_dtype)
