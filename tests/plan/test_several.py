@@ -262,7 +262,7 @@ def test_the_command(capsys):
     assert "write 2xv5e:2x2 for two" in capsys.readouterr().err
     for more, said in (
         (["--tokens", "1e9"], "'2xv5e:2x2' is several slices of one kind, which are planned alone"),
-        (["--tokens", "1e9", "--dcn-gbps", "5"], "--dcn-gbps is for one slice"),
+        (["--tokens", "1e9", "--dcn-gbps", "5"], "--dcn-gbps cannot be combined with --tokens"),
         (["--layout", "model.remat=full"], "layout: one of your own is compared on one slice"),
     ):
         assert main([*arguments, *more]) == 2

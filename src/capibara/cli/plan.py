@@ -6,6 +6,7 @@ Exit code 0 if a plan was made, 1 if nothing fits or ``--check`` found a differe
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Iterable
@@ -22,6 +23,7 @@ from capibara.errors import ConfigError
 from capibara.files import replace_file
 
 if TYPE_CHECKING:
+    from capibara.config import ModularModelConfig
     from capibara.plan import Plan
 
 HELP = """Find the fastest way to train a configuration on a TPU slice or a host of GPUs: mesh, sharding,
@@ -195,8 +197,10 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, option) and args.no_compile:
             raise ConfigError(f"--{option.replace('_', '-')} needs the compiler: leave out --no-compile")
     _check_files(args)
-    if not args.no_compile:
-        _show_compiler_notes(_topology(args))
+    if names_several(args):
+        one = ("explain", "least_memory", "where", "improve", "export", "output", "dcn_gbps")
+        alone = "," in _topology(args)
+        _refuse(args, one, "is for one slice: name it alone" if alone else "cannot be combined with --tokens")
     if args.model is None:
         config, source = named_config(args)
         base = None
@@ -206,9 +210,8 @@ def run(args: argparse.Namespace) -> int:
     given = GivenByHand.of(config, args)
     if args.workers is not None and args.workers < 1:
         raise ConfigError(f"--workers must be at least 1, got {args.workers}")
+    _check_targets(args, config)
     if names_several(args):
-        one = ("explain", "least_memory", "where", "improve", "export", "output", "dcn_gbps")
-        _refuse(args, one, "is for one slice: name it alone")
         return run_slices(args, config, source, base, given, compile=_compile(args))
     try:
         with compilations(
@@ -281,15 +284,30 @@ def _topology(args: argparse.Namespace) -> str:
     return "v4-32" if args.topology is None else args.topology
 
 
-def _show_compiler_notes(topology: str) -> None:
-    """Warn before minutes are spent on compiling; the plan's notes repeat it."""
+def _check_targets(args: argparse.Namespace, config: ModularModelConfig) -> None:
+    """Before minutes are spent on compiling: refuse what is written down of no such target, and warn of the compiler,
+    as the plan's notes do again.
+
+    Raises:
+      ConfigError: an unknown topology, or a lockfile or export that cannot be made of it or of the configuration.
+    """
     from capibara.plan import CompilerMissingError, parse_target
     from capibara.plan.compiler import compiler_for
+    from capibara.plan.export import check_export
+    from capibara.plan.lock import check_lockable
+    from capibara.plan.several import Several
 
-    try:
-        notes = compiler_for(parse_target(topology)).notes()
-    except CompilerMissingError:
-        return
+    notes: dict[str, None] = {}
+    for name in _topology(args).split(","):
+        several = Several.read(name.strip(), args.view, args.dcn_gbps)
+        target = parse_target(name.strip(), args.view) if several is None else several.target
+        if args.lock:
+            check_lockable(config, 1 if several is None else several.count)
+        if args.export is not None:
+            check_export(config, target, args.export)
+        if not args.no_compile:
+            with contextlib.suppress(CompilerMissingError):
+                notes |= dict.fromkeys(compiler_for(target).notes())
     for note in notes:
         print(f"capibara plan: {note}", file=sys.stderr)
 
