@@ -76,9 +76,11 @@ class Plan:
         if not self.candidates or self.best.program is None:
             return None
         try:
-            return attribute(self.best.program, self.target, self.best.layout.mesh)
+            found = attribute(self.best.program, self.target, self.best.layout.mesh)
         except PlanError:
             return None
+        exchange = self.best.exchange
+        return found if exchange is None else found.and_waiting("gradients between slices", exchange.seconds)
 
     @property
     def chip(self) -> str:
