@@ -284,7 +284,9 @@ def test_compiled_figures_of_several_slices_have_the_exchange(tmp_path, monkeypa
     monkeypatch.setattr("capibara.plan.planning.find_least_memory", least)
     found = plan(tiny(), "2xv5e:2x2", cache=tmp_path, max_compiles=2, least_memory=True)
     exchange, where = found.best.exchange, found.where
-    assert exchange is not None and where is not None and found.least_memory is not None
+    assert exchange is not None
+    assert where is not None
+    assert found.least_memory is not None
     assert asked == [found.best.layout]
     assert found.least_memory.seconds == pytest.approx(2.0 + exchange.seconds)
     assert where.seconds == pytest.approx(found.best.step_seconds)
@@ -297,7 +299,7 @@ def test_where_time_goes_has_what_is_waited_for():
     more = one.and_waiting("gradients between slices", 4.0)
     assert more.seconds == 7.0
     for table in (more.parts, more.lines, more.passes):
-        assert [(each.name, each.seconds) for each in table][0] == ("[gradients between slices]", 4.0)
+        assert (table[0].name, table[0].seconds) == ("[gradients between slices]", 4.0)
         assert sum(each.seconds for each in table) == more.seconds
 
 
