@@ -82,6 +82,7 @@ def run(names: tuple[str, ...] = ()) -> list[dict[str, Any]]:
         glances = _times(work, every, target, found.limit_bytes, schedule=True)
         near = [k for k, seconds in glances.items() if seconds <= _NEAR * min(glances.values())]
         times = _times(work, near, target, found.limit_bytes, schedule=False)
+        times.setdefault(found.best.layout, found.step_seconds)
         best = min(times, key=lambda layout: times[layout])
         print(
             f"{name}: planned {found.best.layout}, {found.step_seconds:.4g} s; best {best}, {times[best]:.4g} s"

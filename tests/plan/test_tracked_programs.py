@@ -13,8 +13,10 @@ from capibara.config import ModularModelConfig
 from capibara.plan import Fingerprint, check_fingerprints, estimate_memory
 from capibara.plan.compiler import CompiledProgram, ProgramCache
 from capibara.plan.program import overlap_by_kind, overlaps, read_program
+from capibara.plan.slices import GENERATIONS, parse_slice
 from capibara.plan.time import predict_step
 from capibara.sharding import WHOLE_PRODUCTS, Layout
+from capibara.sharding.communication import flags_of, whole_products
 from capibara.train.options import asynchronous_options, flags_note
 
 SHARDED = "train on v4-32, fsdp 32"
@@ -110,7 +112,9 @@ def test_fingerprints_are_as_they_were(programs) -> None:
 def test_options_of_the_trainer_and_of_the_shipped_configuration_are_those_that_are_tracked() -> None:
     config = ModularModelConfig.from_toml("production/tpu_v4")
     assert Layout.from_config(config).compiler_options == dict(WHOLE_PRODUCTS)
-    assert asynchronous_options(SimpleNamespace(platform="tpu")) == dict(WHOLE_PRODUCTS)
+    for kind, more in (("TPU v4", {}), ("TPU v6 lite", whole_products("v6e")), ("TPU v99", {})):
+        device = SimpleNamespace(platform="tpu", device_kind=kind)
+        assert asynchronous_options(device) == {**WHOLE_PRODUCTS, **more}
     assert all(layout.compiler_options in ({}, dict(WHOLE_PRODUCTS)) for _, layout in LAYOUTS.values())
 
 
@@ -135,3 +139,15 @@ def test_the_file_has_every_program() -> None:
     check = check_fingerprints(FILE, nothing)
     assert check.missing.keys() == PROGRAMS.keys()
     assert all("known of" in why for why in check.missing.values()), check
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_a_plan_has_the_options_of_its_generation(generation: str) -> None:
+    target = parse_slice(
+        {"v4": "v4-32", "v5p": "v5p:2x2x2", "v7x": "v7x:2x2x1"}.get(generation, f"{generation}:4x4")
+    )
+    fused = "xla_tpu_enable_async_collective_fusion_fuse_all_gather" in whole_products(generation)
+    assert fused == (generation in ("v5p", "v6e"))
+    (first,) = target.flag_choices((("data", target.num_devices), ("model", 1)))
+    assert first == flags_of(whole_products(generation))
+    assert len(target.flag_choices((("data", 1), ("model", target.num_devices)))) == 2

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -259,7 +260,11 @@ def test_plan_says_at_its_start_that_the_compiler_is_another(
     (tmp_path / "libtpu-99.0.dist-info").mkdir()
     monkeypatch.setenv("CAPIBARA_LIBTPU", str(tmp_path))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    _show_compiler_notes()
+    for topology in ("v4-32", "2xv5e:2x2", "v4-32,v5e-16"):
+        _show_compiler_notes(Namespace(topology=topology, view=None, dcn_gbps=None))
+    said = capsys.readouterr().err
+    assert said.count("\n") == 3
+    _show_compiler_notes(Namespace(topology="v4-32", view=None, dcn_gbps=None))
     said = capsys.readouterr().err
     assert said.startswith("capibara plan: figures may be off: libtpu 99.0 is installed")
     assert f"pip install 'libtpu=={required_libtpu()}'" in said

@@ -32,7 +32,7 @@ from capibara.plan.grids import (
 from capibara.sharding import ASYNCHRONOUS as _ASYNCHRONOUS
 from capibara.sharding import WHOLE_PRODUCTS as _WHOLE_PRODUCTS
 from capibara.sharding import Links
-from capibara.sharding.communication import flags_of
+from capibara.sharding.communication import flags_of, whole_products
 
 __all__ = ["ASYNCHRONOUS", "GENERATIONS", "LIMIT", "WHOLE_PRODUCTS", "Slice", "limit_option", "parse_slice"]
 
@@ -208,8 +208,8 @@ class Slice:
 
     def flag_choices(self, mesh: tuple[tuple[str, int], ...]) -> tuple[tuple[tuple[str, str], ...], ...]:
         """Options of the compiler that are tried on a mesh, the usual ones first."""
-        several = dict(mesh).get("model", 1) > 1
-        return (WHOLE_PRODUCTS, ASYNCHRONOUS) if several else (WHOLE_PRODUCTS,)
+        usual = flags_of(whole_products(self.generation))
+        return (usual, ASYNCHRONOUS) if dict(mesh).get("model", 1) > 1 else (usual,)
 
     def limit_flag(self, limit_bytes: int) -> tuple[str, str]:
         """The option by which a program may use so many bytes of a device's memory, rounded down to MiB."""

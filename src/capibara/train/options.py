@@ -12,9 +12,10 @@ from capibara.config.axes import AxisRules
 from capibara.config.flags import split_flag
 from capibara.config.sections import OptimizerSection
 from capibara.errors import ConfigError, did_you_mean
-from capibara.hardware import build_mesh
+from capibara.hardware import build_mesh, chip_for_device_kind
 from capibara.memory.offload import HOST_MEMORY
-from capibara.sharding import ASYNCHRONOUS, WHOLE_PRODUCTS, options_for
+from capibara.sharding import ASYNCHRONOUS, options_for
+from capibara.sharding.communication import whole_products
 from capibara.train import extras
 from capibara.train.frameworks import unwrapped
 from capibara.train.optimizer import build_optimizer, learning_rate_schedule, named_optimizer
@@ -45,7 +46,10 @@ def asynchronous_options(device: Any) -> dict[str, Any]:
             f"async_gradient_communication=True: no compiler option is known for {device.platform} devices, only for "
             f"{', '.join(ASYNCHRONOUS)}. Leave it out"
         )
-    return dict(WHOLE_PRODUCTS if device.platform == "tpu" else ASYNCHRONOUS[device.platform])
+    if device.platform != "tpu":
+        return dict(ASYNCHRONOUS[device.platform])
+    chip = chip_for_device_kind(device.device_kind)
+    return dict(whole_products(None if chip is None else chip.name.removeprefix("tpu-")))
 
 
 def flags_note(flags: Sequence[str], placement: Any) -> str | None:
