@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from capibara.files import replace_file
 if TYPE_CHECKING:
     from capibara.config import ModularModelConfig
     from capibara.plan import Plan
+    from capibara.plan.targets import Target
 
 HELP = """Find the fastest way to train a configuration on a TPU slice or a host of GPUs: mesh, sharding,
 rematerialisation, microbatches. The TPU compiler (libtpu), or XLA's for GPUs, compiles the most promising ones on this
@@ -211,6 +212,8 @@ def run(args: argparse.Namespace) -> int:
     if args.workers is not None and args.workers < 1:
         raise ConfigError(f"--workers must be at least 1, got {args.workers}")
     _check_targets(args, config)
+    if not args.no_compile:
+        _show_compiler_notes(args)
     if names_several(args):
         return run_slices(args, config, source, base, given, compile=_compile(args))
     try:
@@ -284,30 +287,43 @@ def _topology(args: argparse.Namespace) -> str:
     return "v4-32" if args.topology is None else args.topology
 
 
-def _check_targets(args: argparse.Namespace, config: ModularModelConfig) -> None:
-    """Before minutes are spent on compiling: refuse what is written down of no such target, and warn of the compiler,
-    as the plan's notes do again.
+def _targets(args: argparse.Namespace) -> Iterator[tuple[Target, int]]:
+    """Every target that is named, and how many of it.
 
     Raises:
-      ConfigError: an unknown topology, or a lockfile or export that cannot be made of it or of the configuration.
+      TopologyError, PlanError: an unknown topology, or a rate of the network that it has no use for.
     """
-    from capibara.plan import CompilerMissingError, parse_target
-    from capibara.plan.compiler import compiler_for
-    from capibara.plan.export import check_export
-    from capibara.plan.lock import check_lockable
+    from capibara.plan import parse_target
     from capibara.plan.several import Several
 
-    notes: dict[str, None] = {}
     for name in _topology(args).split(","):
         several = Several.read(name.strip(), args.view, args.dcn_gbps)
-        target = parse_target(name.strip(), args.view) if several is None else several.target
+        yield (
+            (parse_target(name.strip(), args.view), 1) if several is None else (several.target, several.count)
+        )
+
+
+def _check_targets(args: argparse.Namespace, config: ModularModelConfig) -> None:
+    """Before minutes are spent on compiling: refuse a lockfile or an export that cannot be made of what is planned."""
+    from capibara.plan.export import check_export
+    from capibara.plan.lock import check_lockable
+
+    for target, slices in _targets(args):
         if args.lock:
-            check_lockable(config, 1 if several is None else several.count)
+            check_lockable(config, slices)
         if args.export is not None:
             check_export(config, target, args.export)
-        if not args.no_compile:
-            with contextlib.suppress(CompilerMissingError):
-                notes |= dict.fromkeys(compiler_for(target).notes())
+
+
+def _show_compiler_notes(args: argparse.Namespace) -> None:
+    """Warn before minutes are spent on compiling; the plan's notes repeat it."""
+    from capibara.plan import CompilerMissingError
+    from capibara.plan.compiler import compiler_for
+
+    notes: dict[str, None] = {}
+    for target, _ in _targets(args):
+        with contextlib.suppress(CompilerMissingError):
+            notes |= dict.fromkeys(compiler_for(target).notes())
     for note in notes:
         print(f"capibara plan: {note}", file=sys.stderr)
 
