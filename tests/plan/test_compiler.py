@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from capibara.plan.compiler import (
     compile_programs,
 )
 from capibara.plan.compiler.environment import Compiler, find_compiler
-from capibara.plan.compiler.schedule import read_scheduled
+from capibara.plan.compiler.schedule import Watch, read_scheduled
 from capibara.plan.program import read_program
 from capibara.plan.program.groups import mesh_axes_of
 from capibara.plan.work import TrainWork
@@ -128,13 +129,48 @@ def test_what_does_not_fit_is_refused_when_it_is_scheduled(cache):
     assert compile_program(large, cache=cache).cached
 
 
-def test_a_schedule_is_read_when_it_is_written_as_a_whole(tmp_path):
+def write_schedule(folder: Path) -> tuple[Path, str]:
+    """What a compiler writes when a program is scheduled: the text, in its file."""
     report = "allocation 0: size 400, parameter 0, shape |f32[100]|\n"
     report += "allocation 1: size 96, color 5, parameter 1, shape |f32[24]|\n"
     report += "allocation 2: size 80, maybe-live-out:\nallocation 3: size 1000, preallocated-temp:\n"
     text = "HloModule step\n\n%part (x: f32[]) -> f32[] {\n}\n\nENTRY %main () -> f32[] {\n  ROOT %x = f32[]\n}\n"
-    (tmp_path / "step.after_optimizations-buffer-assignment.txt").write_text(report)
-    path = tmp_path / "step.after_optimizations_after_buffer_assignment.txt"
+    (folder / "step.after_optimizations-buffer-assignment.txt").write_text(report)
+    path = folder / "step.after_optimizations_after_buffer_assignment.txt"
+    path.write_text(text)
+    return path, text
+
+
+def test_what_is_scheduled_and_what_is_compiled_are_not_written_at_once(tmp_path):
+    write_schedule(tmp_path)
+    begun, written = threading.Event(), threading.Event()
+
+    def slowly(memory: Memory, text: str) -> None:
+        begun.set()
+        time.sleep(0.3)
+        written.set()
+
+    watch = Watch(tmp_path, {}, 1 << 30, slowly)
+    assert begun.wait(10)
+    watch.finish()
+    assert written.is_set()
+
+
+@pytest.mark.parametrize("limit", [1 << 30, 1])
+def test_what_is_compiled_before_is_not_scheduled_as_well(limit, tmp_path):
+    calls: list[str] = []
+    watch = Watch(tmp_path, {}, limit, lambda memory, text: calls.append(text))
+    if limit == 1:  # too large: the refusal is awaited
+        write_schedule(tmp_path)
+        time.sleep(0.3)
+    watch.finish()
+    write_schedule(tmp_path)
+    time.sleep(0.3)
+    assert not calls
+
+
+def test_a_schedule_is_read_when_it_is_written_as_a_whole(tmp_path):
+    path, text = write_schedule(tmp_path)
     for end in range(len(text) - 2):
         path.write_text(text[:end])
         assert read_scheduled(tmp_path) is None, text[:end]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from tpu_compiler import needs_libtpu
 
 from capibara.cli import main
+from capibara.plan import CompilerMissingError
 
 TINY = (
     *("model.num_layers=2", "model.embed_dim=64", "model.num_heads=4", "model.num_kv_heads=4"),
@@ -178,3 +180,34 @@ def test_an_explanation_by_the_real_compiler(capsys, tmp_path):
         assert remedy["hbm_bytes"] <= told["limit_bytes"]
         assert remedy["seconds"] > 0
         assert remedy["chips"] > 1
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2,v4:2x2x1", "2xv5e:2x2", "v5e:2x2"])
+def test_every_kind_of_target_is_planned_without_no_compile(topology, capsys, monkeypatch):
+    def missing(target):
+        raise CompilerMissingError("there is none")
+
+    monkeypatch.setattr("capibara.plan.planning.compiler_for", missing)
+    monkeypatch.setattr("capibara.plan.compiler.compiler_for", missing)
+    assert main(["plan", "--topology", topology, "--json", *TINY]) == 0
+    assert any("there is none" in note for note in json.loads(capsys.readouterr().out)["notes"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["--topology", "2xv5e:2x2", "--lock", "x.lock"],
+            r"only the plan of one slice can be locked.*train\.batch_size=4",
+        ),
+        (["--topology", "h100:8", "--export", "jax"], r"plan for GPUs \(h100:8\) is not exported"),
+        (
+            ["--topology", "v5e:2x2", "--export", "maxtext", "model.pattern=ssm"],
+            r"no setting for ssm blocks \(model\.pattern\)",
+        ),
+        (["--topology", "v5e:2x2", "--tokens", "1e9", "--export", "jax"], "cannot be combined with --tokens"),
+    ],
+)
+def test_what_cannot_be_written_down_is_refused_before_planning(arguments, words, capsys, monkeypatch):
+    monkeypatch.setattr("capibara.plan.plan", None)
+    assert re.search(words, said(capsys, *arguments, *TINY))

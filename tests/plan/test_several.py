@@ -15,7 +15,9 @@ from capibara.errors import ConfigError
 from capibara.hardware import get_chip
 from capibara.hardware.meshes import arrange_devices
 from capibara.plan import PlanError, parse_slice, plan, step_work
+from capibara.plan.attribution import Attribution, Spent
 from capibara.plan.compiler import ProgramCache, compile_program
+from capibara.plan.memory.least import LeastMemory
 from capibara.plan.planned import read_planned
 from capibara.plan.program import read_program
 from capibara.plan.program.groups import mesh_axes_of
@@ -262,11 +264,43 @@ def test_the_command(capsys):
     assert "write 2xv5e:2x2 for two" in capsys.readouterr().err
     for more, said in (
         (["--tokens", "1e9"], "'2xv5e:2x2' is several slices of one kind, which are planned alone"),
-        (["--tokens", "1e9", "--dcn-gbps", "5"], "--dcn-gbps is for one slice"),
+        (["--tokens", "1e9", "--dcn-gbps", "5"], "--dcn-gbps cannot be combined with --tokens"),
         (["--layout", "model.remat=full"], "layout: one of your own is compared on one slice"),
     ):
         assert main([*arguments, *more]) == 2
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_compiled_figures_of_several_slices_have_the_exchange(tmp_path, monkeypatch):
+    """What is told of a plan is of the step of all slices, and of its best layout."""
+    asked: list[Layout] = []
+
+    def least(task, target, layout, program, **more):
+        asked.append(layout)
+        return LeastMemory(layout, 1, 1, 2.0)
+
+    monkeypatch.setattr("capibara.plan.planning.find_least_memory", least)
+    found = plan(tiny(), "2xv5e:2x2", cache=tmp_path, max_compiles=2, least_memory=True)
+    exchange, where = found.best.exchange, found.where
+    assert exchange is not None
+    assert where is not None
+    assert found.least_memory is not None
+    assert asked == [found.best.layout]
+    assert found.least_memory.seconds == pytest.approx(2.0 + exchange.seconds)
+    assert where.seconds == pytest.approx(found.best.step_seconds)
+    for table in (where.parts, where.lines, where.passes):
+        assert sum(one.seconds for one in table) == pytest.approx(where.seconds)
+
+
+def test_where_time_goes_has_what_is_waited_for():
+    one = Attribution(3.0, (Spent("blocks", 3.0),), (Spent("model.py:1", 3.0),), (Spent("forward", 3.0),))
+    more = one.and_waiting("gradients between slices", 4.0)
+    assert more.seconds == 7.0
+    for table in (more.parts, more.lines, more.passes):
+        assert (table[0].name, table[0].seconds) == ("[gradients between slices]", 4.0)
+        assert sum(each.seconds for each in table) == more.seconds
 
 
 def test_one_of_a_kind_is_a_slice():

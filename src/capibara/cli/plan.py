@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,9 @@ from capibara.errors import ConfigError
 from capibara.files import replace_file
 
 if TYPE_CHECKING:
+    from capibara.config import ModularModelConfig
     from capibara.plan import Plan
+    from capibara.plan.targets import Target
 
 HELP = """Find the fastest way to train a configuration on a TPU slice or a host of GPUs: mesh, sharding,
 rematerialisation, microbatches. The TPU compiler (libtpu), or XLA's for GPUs, compiles the most promising ones on this
@@ -196,8 +198,10 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, option) and args.no_compile:
             raise ConfigError(f"--{option.replace('_', '-')} needs the compiler: leave out --no-compile")
     _check_files(args)
-    if not args.no_compile:
-        _show_compiler_notes(args)
+    if names_several(args):
+        one = ("explain", "least_memory", "where", "improve", "export", "output", "dcn_gbps")
+        alone = "," in _topology(args)
+        _refuse(args, one, "is for one slice: name it alone" if alone else "cannot be combined with --tokens")
     if args.model is None:
         config, source = named_config(args)
         base = None
@@ -207,9 +211,10 @@ def run(args: argparse.Namespace) -> int:
     given = GivenByHand.of(config, args)
     if args.workers is not None and args.workers < 1:
         raise ConfigError(f"--workers must be at least 1, got {args.workers}")
+    _check_targets(args, config)
+    if not args.no_compile:
+        _show_compiler_notes(args)
     if names_several(args):
-        one = ("explain", "least_memory", "where", "improve", "export", "output", "dcn_gbps")
-        _refuse(args, one, "is for one slice: name it alone")
         return run_slices(args, config, source, base, given, compile=_compile(args))
     try:
         with compilations(
@@ -282,16 +287,41 @@ def _topology(args: argparse.Namespace) -> str:
     return "v4-32" if args.topology is None else args.topology
 
 
-def _show_compiler_notes(args: argparse.Namespace) -> None:
-    """Warn before minutes are spent on compiling; the plan's notes repeat it."""
-    from capibara.plan import CompilerMissingError, parse_target
-    from capibara.plan.compiler import compiler_for
+def _targets(args: argparse.Namespace) -> Iterator[tuple[Target, int]]:
+    """Every target that is named, and how many of it.
+
+    Raises:
+      TopologyError, PlanError: an unknown topology, or a rate of the network that it has no use for.
+    """
+    from capibara.plan import parse_target
     from capibara.plan.several import Several
 
-    notes: dict[str, None] = {}
     for name in _topology(args).split(","):
         several = Several.read(name.strip(), args.view, args.dcn_gbps)
-        target = parse_target(name.strip(), args.view) if several is None else several.target
+        yield (
+            (parse_target(name.strip(), args.view), 1) if several is None else (several.target, several.count)
+        )
+
+
+def _check_targets(args: argparse.Namespace, config: ModularModelConfig) -> None:
+    """Before minutes are spent on compiling: refuse a lockfile or an export that cannot be made of what is planned."""
+    from capibara.plan.export import check_export
+    from capibara.plan.lock import check_lockable
+
+    for target, slices in _targets(args):
+        if args.lock:
+            check_lockable(config, slices)
+        if args.export is not None:
+            check_export(config, target, args.export)
+
+
+def _show_compiler_notes(args: argparse.Namespace) -> None:
+    """Warn before minutes are spent on compiling; the plan's notes repeat it."""
+    from capibara.plan import CompilerMissingError
+    from capibara.plan.compiler import compiler_for
+
+    notes: dict[str, None] = {}
+    for target, _ in _targets(args):
         with contextlib.suppress(CompilerMissingError):
             notes |= dict.fromkeys(compiler_for(target).notes())
     for note in notes:

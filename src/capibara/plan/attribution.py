@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from capibara.plan.compiler import CompiledProgram
@@ -75,6 +75,15 @@ class Attribution:
     lines: tuple[Spent, ...]
     passes: tuple[Spent, ...]
     memory: tuple[Held, ...] = ()
+
+    def and_waiting(self, name: str, seconds: float) -> Attribution:
+        """Of a longer step, which also waits for other devices; ``name``: what for."""
+        waiting = Spent(f"[{name}]", communication=seconds)
+        tables = {
+            key: tuple(sorted((*getattr(self, key), waiting), key=lambda one: -one.seconds))
+            for key in ("parts", "lines", "passes")
+        }
+        return replace(self, seconds=self.seconds + seconds, **tables)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; seconds and bytes."""

@@ -102,6 +102,19 @@ class LockCheck:
         return "\n".join([*lines, *(f"note   {each}" for each in self.changed)])
 
 
+def check_lockable(config: ModularModelConfig, slices: int) -> None:
+    """Refuse to lock the plan of several slices.
+
+    Raises:
+      PlanError: there are several.
+    """
+    if slices > 1:
+        raise PlanError(
+            "only the plan of one slice can be locked: its program is what is compared. Lock the plan of one slice "
+            f"with train.batch_size={config.train.batch_size // slices}"
+        )
+
+
 def write_lock(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write the best candidate of a compiled plan of a configuration, atomically.
 
@@ -112,13 +125,9 @@ def write_lock(plan: Plan, path: str | os.PathLike[str]) -> None:
     best = plan.best
     if best.memory_source != "compiler":
         raise PlanError("only a compiled plan can be locked: this one is an estimate")
-    if plan.slices > 1:
-        raise PlanError(
-            "only the plan of one slice can be locked: its program is what is compared. Lock the plan of one slice "
-            f"with train.batch_size={plan.config.train.batch_size // plan.slices if plan.config else '…'}"
-        )
     if plan.config is None:
         raise PlanError("only the plan of a configuration can be locked: a function cannot be kept in a file")
+    check_lockable(plan.config, plan.slices)
     data = {
         "format": FORMAT,
         "work": plan.work,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,7 @@ def plan(
         candidates = _with_own(candidates, own, narrowed)
         if all(candidate.scheduled for candidate in candidates):
             require_fitting(found, narrowed, target, limit)
+        candidates = _joined(candidates, several, task)
         counts = (found.considered, found.promising, len(found.compiled))
         scheduled = len(found.scheduled)
         if least_memory:
@@ -204,6 +206,8 @@ def plan(
                 least = find_least_memory(
                     task, target, first.layout, first.program, cache=store, progress=progress
                 )
+                if least is not None and first.exchange is not None:
+                    least = replace(least, seconds=least.seconds + first.exchange.seconds)
                 if least is None:
                     notes.append("the compiler cannot fit the best layout into less memory than it takes")
             except CompilationError as error:  # the plan is worth keeping
@@ -237,9 +241,9 @@ def plan(
             )
         own = None if given is None else _own_estimate(task, target, given, limit, price)
         candidates, counts = _uncompiled(narrowed, target, limit, price, own)
+        candidates = _joined(candidates, several, task)
         refused, scheduled = (), 0
-    if several is not None and isinstance(task, TrainWork):
-        candidates = several.joined(candidates, task.config)
+    if several is not None:
         notes += several.notes(candidates[0])
     return Plan(
         work=whole.title,
@@ -259,6 +263,13 @@ def plan(
         improvements=improvements,
         own=own,
     )
+
+
+def _joined(candidates: list[Candidate], several: Several | None, task: Work) -> list[Candidate]:
+    """Those of all slices, in their order."""
+    if several is None or not isinstance(task, TrainWork):
+        return candidates
+    return several.joined(candidates, task.config)
 
 
 def _kept(task: Work, keep: Iterable[str], notes: list[str]) -> tuple[Kept, int] | None:

@@ -76,9 +76,11 @@ class Plan:
         if not self.candidates or self.best.program is None:
             return None
         try:
-            return attribute(self.best.program, self.target, self.best.layout.mesh)
+            found = attribute(self.best.program, self.target, self.best.layout.mesh)
         except PlanError:
             return None
+        exchange = self.best.exchange
+        return found if exchange is None else found.and_waiting("gradients between slices", exchange.seconds)
 
     @property
     def chip(self) -> str:
@@ -172,17 +174,15 @@ class Plan:
           PlanError: an unknown format; MaxText cannot express a setting; or it is the plan of a step function, whose
             shardings are ``work.specs(found.best.layout)``.
         """
-        from capibara.plan.export import export_layout
+        from capibara.plan.export import check_export, export_layout
 
         if self.config is None:
             raise PlanError(
                 "only the plan of a configuration can be exported: a step function's shardings are "
                 "work.specs(found.best.layout)"
             )
-        if not isinstance(self.target, Slice):
-            raise PlanError(
-                f"the layout of a plan for GPUs ({self.target.text}) is not exported, only a slice's"
-            )
+        check_export(self.config, self.target, format)
+        assert isinstance(self.target, Slice)  # it was checked
         best = self.best
         return export_layout(
             self.config,

@@ -16,9 +16,11 @@ from pathlib import Path
 from capibara.plan.compiler.buffers import read_heap
 from capibara.plan.compiler.job import Memory
 
-__all__ = ["read_scheduled", "watch"]
+__all__ = ["Watch", "read_scheduled"]
 
 _POLL = 0.05
+# A program that does not fit is refused right after it is scheduled.
+_REFUSAL_SECONDS = 10.0
 _LONGEST = 1 << 30
 _REPORT = "*after_optimizations-buffer-assignment.txt"
 _TEXT = "*after_optimizations_after_buffer_assignment.txt"
@@ -64,27 +66,42 @@ def read_scheduled(dump: Path, kinds: Mapping[str, int] | None = None) -> tuple[
     return memory, text
 
 
-def watch(
-    dump: Path,
-    kinds: Mapping[str, int],
-    done: threading.Event,
-    found: Callable[[Memory, str], None],
-) -> threading.Thread:
-    """Call ``found`` in another thread with what :func:`read_scheduled` gives, unless ``done`` is set before."""
+class Watch:
+    """Calls ``found`` in another thread with what :func:`read_scheduled` gives, unless the compiler is done before.
 
-    def wait() -> None:
+    Args:
+      dump, kinds: as for :func:`read_scheduled`.
+      limit: bytes that the program may take. Of one that takes more, the compiler's refusal is awaited for a while.
+      found: may end the process.
+    """
+
+    def __init__(
+        self, dump: Path, kinds: Mapping[str, int], limit: int, found: Callable[[Memory, str], None]
+    ) -> None:
+        self._dump, self._kinds, self._limit, self._found = dump, kinds, limit, found
+        self._done = threading.Event()
+        self._writing = threading.Lock()
+        threading.Thread(target=self._wait, name="capibara-schedule", daemon=True).start()
+
+    def finish(self) -> None:
+        """Say that the compiler is done. ``found`` is not called afterwards; a call under way is waited for."""
+        with self._writing:
+            self._done.set()
+
+    def _wait(self) -> None:
         before = None
-        while not done.wait(_POLL):
-            now = [(path.name, _size(path)) for path in sorted(dump.glob(_TEXT))]
+        while not self._done.wait(_POLL):
+            now = [(path.name, _size(path)) for path in sorted(self._dump.glob(_TEXT))]
             # Read when it has stopped growing.
-            if now and now == before and (scheduled := read_scheduled(dump, kinds)) is not None:
-                found(*scheduled)
+            if now and now == before and (scheduled := read_scheduled(self._dump, self._kinds)) is not None:
+                if scheduled[0].total > self._limit and self._done.wait(_REFUSAL_SECONDS):
+                    return
+                # Not beside the results of the whole compilation, which are written to the same files.
+                with self._writing:
+                    if not self._done.is_set():
+                        self._found(*scheduled)
                 return
             before = now
-
-    thread = threading.Thread(target=wait, name="capibara-schedule", daemon=True)
-    thread.start()
-    return thread
 
 
 def _size(path: Path) -> int:

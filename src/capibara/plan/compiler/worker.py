@@ -29,7 +29,7 @@ from capibara.plan.compiler.buffers import buffers_of_message, read_buffers, rea
 from capibara.plan.compiler.folders import remove_folder
 from capibara.plan.compiler.job import CompiledProgram, Job, Memory
 from capibara.plan.compiler.limits import LIMIT
-from capibara.plan.compiler.schedule import watch
+from capibara.plan.compiler.schedule import Watch
 from capibara.plan.errors import PlanError
 from capibara.plan.program import Frames
 from capibara.plan.program.digest import program_digest
@@ -42,8 +42,6 @@ _LONGEST = 4000
 _MOST_LINES, _LONGEST_LINE = 10_000, 300
 _KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call")
 _ROOM = 1 << 20
-# A program that does not fit is refused right after it is scheduled.
-_REFUSAL_SECONDS = 10.0
 
 
 def main(folder: str, schedule: bool = False) -> int:
@@ -90,14 +88,10 @@ def run(job: Job, folder: Path, *, schedule: bool = False) -> CompiledProgram:
         "program_hash": program_hash,
         "lower_seconds": lowering,
     }
-    refused = threading.Event()
+    watch = None
     if schedule:
-        kinds = workload.bytes_by_kind()
 
         def scheduled(memory: Memory, text: str) -> None:
-            too_large = memory.total > int(job.options.get(LIMIT, "0")) << 20
-            if too_large and refused.wait(_REFUSAL_SECONDS):
-                return
             seconds = time.perf_counter() - start
             found = CompiledProgram(
                 status="ok",
@@ -112,12 +106,15 @@ def run(job: Job, folder: Path, *, schedule: bool = False) -> CompiledProgram:
             replace_file(folder / "result.json", json.dumps(found.to_json()))
             os._exit(0)  # the compiler cannot be stopped otherwise
 
-        watch(dump, kinds, refused, scheduled)
+        limit = int(job.options.get(LIMIT, "0")) << 20
+        watch = Watch(dump, workload.bytes_by_kind(), limit, scheduled)
     try:
-        compiled = lowered.compile(compiler_options=options)
-        refused.set()
+        try:
+            compiled = lowered.compile(compiler_options=options)
+        finally:
+            if watch is not None:
+                watch.finish()
     except Exception as error:
-        refused.set()
         text = str(error)
         out_of_memory = "RESOURCE_EXHAUSTED" in text and ("hbm" in text.lower() or "memory" in text.lower())
         return CompiledProgram(

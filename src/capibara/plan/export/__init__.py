@@ -6,17 +6,37 @@ from typing import TYPE_CHECKING
 
 from capibara.errors import did_you_mean
 from capibara.plan.errors import PlanError
-from capibara.plan.export.maxtext import MaxTextExport, maxtext_settings
+from capibara.plan.export.maxtext import MaxTextExport, check_maxtext, maxtext_settings
 from capibara.plan.export.named_sharding import named_sharding_code
+from capibara.plan.slices import Slice
 
 if TYPE_CHECKING:
     from capibara.config import ModularModelConfig
-    from capibara.plan.slices import Slice
+    from capibara.plan.targets import Target
     from capibara.sharding import Layout
 
-__all__ = ["FORMATS", "MaxTextExport", "export_layout", "maxtext_settings", "named_sharding_code"]
+__all__ = [
+    "FORMATS",
+    "MaxTextExport",
+    "check_export",
+    "export_layout",
+    "maxtext_settings",
+    "named_sharding_code",
+]
 
 FORMATS = ("maxtext", "jax")
+
+
+def check_export(config: ModularModelConfig, target: Target, format: str) -> None:
+    """Refuse what no layout of a configuration could be exported for, before one is looked for.
+
+    Raises:
+      PlanError: the target is a host of GPUs, or MaxText cannot express a setting of the configuration.
+    """
+    if not isinstance(target, Slice):
+        raise PlanError(f"the layout of a plan for GPUs ({target.text}) is not exported, only a slice's")
+    if format == "maxtext":
+        check_maxtext(config)
 
 
 def export_layout(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from capibara.plan.slices import Slice
     from capibara.sharding import Layout
 
-__all__ = ["MaxTextExport", "maxtext_settings"]
+__all__ = ["MaxTextExport", "check_maxtext", "maxtext_settings"]
 
 _COMMIT = "e591f30cb"
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu", "relu": "relu"}  # Flax's functions of these names
@@ -111,6 +111,25 @@ class MaxTextExport:
         return "\n".join(lines) + "\n"
 
 
+def check_maxtext(config: ModularModelConfig, layout: Layout | None = None) -> None:
+    """Refuse what MaxText has no settings for in a configuration and, if there is one already, a layout.
+
+    Raises:
+      PlanError: naming all of it.
+    """
+    refused = [
+        *_refused_model(config.model),
+        *_refused_training(config),
+        *([] if layout is None else _refused_layout(config, layout)),
+    ]
+    if refused:
+        raise PlanError(
+            "MaxText has no setting for "
+            + "; ".join(refused)
+            + ". Export the layout with format 'jax', which has every array's sharding"
+        )
+
+
 def maxtext_settings(
     config: ModularModelConfig, layout: Layout, target: Slice, *, slices: int = 1
 ) -> MaxTextExport:
@@ -123,17 +142,7 @@ def maxtext_settings(
     """
     if target.generation not in DIMENSIONS:
         raise PlanError(f"{target}: settings of MaxText are exported for TPU slices")
-    refused = [
-        *_refused_model(config.model),
-        *_refused_training(config),
-        *_refused_layout(config, layout),
-    ]
-    if refused:
-        raise PlanError(
-            "MaxText has no setting for "
-            + "; ".join(refused)
-            + ". Export the layout with format 'jax', which has every array's sharding"
-        )
+    check_maxtext(config, layout)
     notes: list[str] = []
     settings = {**_model(config), **_training(config), **_layout(config, layout, target, slices, notes)}
     return MaxTextExport(
