@@ -279,7 +279,7 @@ def test_compiled_figures_of_several_slices_have_the_exchange(tmp_path, monkeypa
 
     def least(task, target, layout, program, **more):
         asked.append(layout)
-        return LeastMemory(layout, 1, 1, 2.0)
+        return LeastMemory(layout=layout, limit_bytes=1, hbm_bytes=1, seconds=2.0)
 
     monkeypatch.setattr("capibara.plan.planning.find_least_memory", least)
     found = plan(tiny(), "2xv5e:2x2", cache=tmp_path, max_compiles=2, least_memory=True)
