@@ -27,6 +27,9 @@ __all__ = ["Compiled", "Search", "search"]
 
 # A scheduled layout is compiled, too, if it promises no more than the best compiled one times this.
 _CLOSE = 1.01
+# Times this, if no layout with its rematerialisation was compiled: their ratios of cycles to rooflines differ by up to
+# so much.
+_UNLEARNT = 1.05
 # Two are compiled before the ratio is known, if the second promises no more than this times the first.
 _SECOND = 1.08
 # A layout whose corrected estimate passes the memory by up to this much is still tried: the compiler decides.
@@ -74,11 +77,6 @@ class Search:
     def fitting(self) -> list[Compiled]:
         """The compiled ones that fit, the fastest first."""
         return sorted((c for c in self.compiled if c.seconds is not None), key=_seconds)
-
-    @property
-    def looked_at(self) -> list[Compiled]:
-        """All that the compiler has seen."""
-        return [*self.compiled, *self.scheduled]
 
 
 def _seconds(one: Compiled) -> float:
@@ -206,7 +204,12 @@ def _complete(found: Search, most: int, finish: Callable[[list[Layout]], list[Co
     compiled = 0
     while (promises := promised()) and compiled < most:
         if found.fitting:
-            chosen = [c for c in promises if _seconds(c) < _seconds(found.fitting[0]) * _CLOSE][:2]
+            best, learnt = _seconds(found.fitting[0]), {c.layout.remat for c in found.fitting}
+            chosen = [
+                c
+                for c in promises
+                if _seconds(c) < best * (_CLOSE if c.layout.remat in learnt else _UNLEARNT)
+            ][:2]
         else:
             # The second preferably with another rematerialisation or mesh, so that more is learnt from it.
             near = [c for c in promises[1:] if _seconds(c) <= _seconds(promises[0]) * _SECOND]
