@@ -27,7 +27,9 @@ class _Programs(ProgramCache):
         super().__init__()
         self.folder = self.folder.with_name("calibration")
 
-    def key(self, job: Job, compiler: Compiler) -> str:
+    def key(self, job: Job, compiler: Compiler, *, schedule: bool = False) -> str:
+        if schedule:
+            return super().key(job, compiler, schedule=True)
         digest = hashlib.sha256(json.dumps(job.to_json(), sort_keys=True).encode())
         for version in (compiler.version, *(importlib.metadata.version(name) for name in ("jax", "jaxlib"))):
             digest.update(version.encode() + b"\0")

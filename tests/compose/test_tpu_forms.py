@@ -61,7 +61,7 @@ def test_exact_gelu_of_half_width_against_its_definition(dtype: Any) -> None:
         lambda x: (gelu(x, approximate=False), jax.grad(lambda x: gelu(x, approximate=False).sum())(x))
     )(x)
     exact = [(float(each), 0.5 * (1 + math.erf(float(each) / math.sqrt(2)))) for each in x]
-    close = {"rtol": float(jnp.finfo(dtype).eps), "atol": 1e-6}
+    close: dict[str, Any] = {"rtol": float(jnp.finfo(dtype).eps), "atol": 1e-6}
     assert (out.dtype, slopes.dtype) == (dtype, dtype)
     np.testing.assert_allclose(out.astype(jnp.float32), [each * below for each, below in exact], **close)
     density = [math.exp(-each * each / 2) / math.sqrt(2 * math.pi) for each, _ in exact]
