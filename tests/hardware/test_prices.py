@@ -188,7 +188,7 @@ def test_a_chip_without_a_price_says_since_when():
     ):
         get_price("v7x")
     with pytest.raises(UnknownPriceError) as error:  # of others nothing is claimed
-        get_price("h200")
+        get_price("a100")
     assert "none was found" not in str(error.value)
 
 
