@@ -13,7 +13,7 @@ from tiny_run import tiny_config
 
 from capibara.core.pipelined import check_stages
 from capibara.errors import ConfigError
-from capibara.plan import PlanError, estimate_memory, parse_slice
+from capibara.plan import estimate_memory, parse_slice
 from capibara.sharding import Layout
 from capibara.train.frameworks import WithLoss
 from capibara.train.pipelines import check_pipeline, pipeline_notes
@@ -72,11 +72,13 @@ def test_a_layout_says_what_a_pipeline_idles() -> None:
     assert Layout.from_json(layout.to_json()) == layout
 
 
-def test_plans_do_not_estimate_stages() -> None:
-    layout = Layout(mesh=(("data", 4), ("pipeline", 4)))
+def test_plans_estimate_a_stage_of_a_pipeline() -> None:
     config = tiny_config("unused", "model.num_layers=4", "train.batch_size=16")
-    with pytest.raises(PlanError, match="4 devices along 'pipeline'"):
-        estimate_memory(config, layout, parse_slice("v4:2x2x4"))
+    staged, whole = (
+        estimate_memory(config, Layout(mesh=mesh, parameters="replicated"), parse_slice("v4:2x2x4"))
+        for mesh in ((("pipeline", 4), ("data", 4)), (("data", 16),))
+    )
+    assert 0 < staged.parameters < whole.parameters
 
 
 RUNS = """

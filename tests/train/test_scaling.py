@@ -321,7 +321,7 @@ def test_invalid_arguments_name_themselves(options: Any, error: type[Exception],
         TpuAutoScaler(**options)
 
 
-@pytest.mark.parametrize("name", ["nvidia-h100-sxm", "a chip that nobody knows"])
+@pytest.mark.parametrize("name", ["nvidia-a100-80gb", "a chip that nobody knows"])
 def test_a_limit_or_a_region_needs_the_price_of_the_devices(name: str) -> None:
     chip = Chip(name=name, title=name, vendor="unknown", kind="gpu")
     with pytest.raises(UnknownPriceError, match="price of"):
