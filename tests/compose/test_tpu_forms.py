@@ -118,7 +118,9 @@ def test_a_norm_for_tpus_of_an_array_of_numpy_has_a_gradient() -> None:
     [
         ({"data": 4, "model": 1}, True),
         ({"pipeline": 2, "data": 2, "model": 1}, True),
+        ({"data": 2, "fsdp": 2, "model": 1}, True),
         ({"data": 2, "model": 2}, False),
+        ({"data": 2, "expert": 2, "model": 1}, False),
         ({"data": 2, "context": 2, "model": 1}, False),
     ],
 )

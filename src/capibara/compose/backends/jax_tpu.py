@@ -140,9 +140,9 @@ def choose_forms(ops: Any, backend: JaxBackend, mesh: Any | None) -> Any:
 def _only_rows(mesh: Any | None, rules: AxisRules) -> bool:
     if mesh is None:
         return True
-    # A stage of a pipeline has arrays of its own.
+    # A stage of a pipeline has arrays of its own. Tokens on their way to experts are divided in another way than rows.
     free = {axis for axis, size in mesh.shape.items() if size > 1} - {"pipeline"}
-    return free <= set(rules.activations.get("batch", ()))
+    return free <= set(rules.activations.get("batch", ())) - {"expert"}
 
 
 class _AtFirstUse:
