@@ -140,18 +140,22 @@ def run() -> list[dict[str, Any]]:
     return compare()
 
 
-def summary(rows: Sequence[Mapping[str, Any]]) -> tuple[str, float]:
-    """Median and worst error of all rows, and of the held-out ones alone; and the worst of all."""
+def summary(rows: Sequence[Mapping[str, Any]], seen: str = "fitted") -> tuple[str, float]:
+    """Median and worst error of all rows, of those that were ``seen`` while the estimate was made, and of the others;
+    and the worst of all."""
     lines = []
     for title, chosen in (
         ("all", list(rows)),
-        ("fitted", [row for row in rows if not row["held_out"]]),
+        (seen, [row for row in rows if not row["held_out"]]),
         ("held out", [row for row in rows if row["held_out"]]),
     ):
         errors = [abs(row["ratio"] - 1) for row in chosen]
         if errors:
-            median = statistics.median(errors)
-            lines.append(f"{title}: {len(errors)} cases, median error {median:.1%}, worst {max(errors):.1%}")
+            median, over = statistics.median(errors), sum(error > 0.10 for error in errors)
+            lines.append(
+                f"{title}: {len(errors)} programs, median error {median:.1%}, worst {max(errors):.1%}, "
+                f"{over} above 10 %"
+            )
     return "\n".join(lines), max(abs(row["ratio"] - 1) for row in rows)
 
 

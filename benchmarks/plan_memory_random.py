@@ -16,13 +16,13 @@ import argparse
 import importlib.metadata
 import json
 import random
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.plan_memory import summary
 from capibara.config import ModularModelConfig
 from capibara.files import replace_file
 from capibara.plan import Slice, parse_slice
@@ -42,7 +42,6 @@ __all__ = [
     "draw_step",
     "load_programs",
     "run",
-    "summary",
 ]
 
 ROOT = Path(__file__).parents[1]
@@ -267,24 +266,6 @@ def run() -> list[dict[str, Any]]:
     return compare()
 
 
-def summary(rows: Sequence[Mapping[str, Any]]) -> tuple[str, float]:
-    """Median and worst error of all rows, of those that were looked at, and of the others; and the worst of all."""
-    lines = []
-    for title, chosen in (
-        ("all", list(rows)),
-        ("looked at", [row for row in rows if not row["held_out"]]),
-        ("held out", [row for row in rows if row["held_out"]]),
-    ):
-        errors = [abs(row["ratio"] - 1) for row in chosen]
-        if errors:
-            median, over = statistics.median(errors), sum(error > 0.10 for error in errors)
-            lines.append(
-                f"{title}: {len(errors)} programs, median error {median:.1%}, worst {max(errors):.1%}, "
-                f"{over} above 10 %"
-            )
-    return "\n".join(lines), max(abs(row["ratio"] - 1) for row in rows)
-
-
 def record(count: int) -> None:
     """Have the compiler lay out those of the first ``count`` programs that the file does not have."""
     from capibara.plan.compiler import find_compiler
@@ -336,7 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(
             f"{row['what']:110s} {row['estimate'] / 2**30:9.2f} {row['compiler'] / 2**30:9.2f} {row['ratio']:7.3f}"
         )
-    text, worst = summary(rows)
+    text, worst = summary(rows, "looked at")
     print(text)
     return int(worst > 0.10)
 

@@ -67,7 +67,7 @@ def test_threads_that_call_python_are_waited_for(known: bool):
     assert ended
 
 
-@pytest.mark.slow  # of a busy machine the kernel's counts come late
+@pytest.mark.slow  # the kernel counts a wait for a busy processor at its end; here nobody sees the thread awake before
 def test_work_that_nobody_sees_awake_is_counted(dropped: list[Any], monkeypatch: pytest.MonkeyPatch):
     """Threads are looked at one after the other: work can go from one to another in between."""
     if not settling._work({threading.get_native_id()}):

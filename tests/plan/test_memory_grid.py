@@ -53,7 +53,7 @@ def test_the_benchmark_says_so(capsys):
     text, worst = summary(rows)
     assert len(rows) == len(CASES)
     assert worst <= 0.10
-    assert f"all: {len(CASES)} cases" in text
+    assert f"all: {len(CASES)} programs" in text
     assert "held out" in text
 
 

@@ -8,7 +8,8 @@ import statistics
 import pytest
 from tpu_compiler import needs_libtpu
 
-from benchmarks.plan_memory_random import RANDOM, SEED, compare, draw_step, load_programs, summary
+from benchmarks.plan_memory import summary
+from benchmarks.plan_memory_random import RANDOM, SEED, compare, draw_step, load_programs
 from capibara.plan.compiler import find_compiler
 
 PROGRAMS, VERSIONS = load_programs()
