@@ -29,8 +29,6 @@ from capibara.sharding import Layout
 
 DATA = json.loads((Path(__file__).parent / "memory_published.json").read_bytes())
 CASES: list[dict[str, Any]] = DATA["cases"]
-# Where the compiler shards the residual stream's features, a norm's layout constraint gathers all rows.
-FARTHER = {("Qwen3-30B-A3B", "v4:4x4x4", "full"): 0.18}
 
 
 def name_of(case: dict[str, Any]) -> str:
@@ -76,12 +74,7 @@ def ratios(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
 
 
 def test_estimates_are_within_a_tenth_of_the_compiler(ratios: dict[str, float]) -> None:
-    far = {}
-    for case in CASES:
-        most = FARTHER.get((case["model"], case["slice"], case["remat"]), 0.1)
-        if abs(ratios[name_of(case)] - 1) > most:
-            far[name_of(case)] = ratios[name_of(case)]
-    assert far == {}
+    assert {name: ratio for name, ratio in ratios.items() if abs(ratio - 1) > 0.1} == {}
     assert statistics.median(abs(ratio - 1) for ratio in ratios.values()) < 0.03
 
 
@@ -89,7 +82,7 @@ def test_the_cases_are_many() -> None:
     adapted = [case for case in CASES if "finetune.method=lora" in case["settings"]]
     mixtures = [case for case in CASES if dict(case["mesh"]).get("expert", 1) > 1]
     assert len(adapted) >= 8
-    assert len(mixtures) >= 7
+    assert len(mixtures) >= 8
     assert len({case["model"] for case in CASES}) >= 14
     assert {case["remat"] for case in mixtures} >= {"dots", "full"}
     assert sum(case["held_out"] for case in CASES) >= 10

@@ -70,10 +70,6 @@ _WINDOWS, _NO_WINDOWS_MIB = "xla_jf_spmd_threshold_for_windowed_einsum_mib", 10_
 # Of a state-space block besides, in float32: what goes into its recurrence, what comes out, and their derivatives.
 _OWN = {"ssm": 8.0, "vq": 2.0}
 _SCANNED = 3.0
-# Where its channels are sharded over ``model``, the compiler gathers what goes into its norm (whose layout is
-# constrained), of all devices: so many arrays, half of them on their way; as many of its derivative, at the same time
-# where several such blocks are computed again together.
-_GATHERED = 2
 # Of the moments in the hosts' memory, what is here at the memory peak: the step begins by fetching them, and the
 # compiler moves that later, on v4 nearly all of it (four programs, so the least certain of these figures).
 _FETCHED, _FETCHED_V4 = 0.6, 0.2
@@ -183,17 +179,8 @@ def working_set(
 
     own = {kind: count * w.values(w.own[kind]) for kind, count in _OWN.items()}
     if "ssm" in m.block_kinds:
-        gathered = 0
-        if m.ssm.norm and _shards_vocab(layout):
-            gathered = (
-                _GATHERED * rows * config.train.sequence_length * m.ssm.expand * m.embed_dim * w.compute
-            )
         scan = scanned_rows(w)
-        several = max(sum(block.kind == "ssm" for block in turn) for turn in turns) > 1
-        together = layout.remat != "none" and several
-        own["ssm"] += scanned_states(w) + (
-            2 * gathered + _SCANNED * scan if together else max(gathered + scan, _SCANNED * scan)
-        )
+        own["ssm"] += scanned_states(w) + _SCANNED * scan
     if m.residual == "accumulate":
         stream *= w.accumulate / w.compute
 
