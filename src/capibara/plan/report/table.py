@@ -241,7 +241,7 @@ def _footer(plan: Plan) -> list[str]:
 
 def digits(value: float) -> str:
     """Three digits, without an exponent."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
 
 
 def dollars(usd: float | None) -> str:
