@@ -77,6 +77,13 @@ def test_gelus_that_are_not_exact_or_not_of_half_width_are_the_same() -> None:
         np.testing.assert_array_equal(found, jax.nn.gelu(x.astype(dtype), approximate=approximate))
 
 
+@pytest.mark.parametrize("x", [3, 3.0, np.arange(-3, 4), np.arange(-3, 4, dtype=np.int8), np.array([True])])
+def test_exact_gelu_takes_what_has_no_fractions_too(x: Any) -> None:
+    np.testing.assert_array_equal(
+        on_tpu(jax_ops).gelu(x, approximate=False), jax.nn.gelu(jnp.asarray(x), approximate=False)
+    )
+
+
 def test_other_operations_and_calls_outside_of_a_trace_are_the_same() -> None:
     ops = on_tpu(jax_ops)
     assert isinstance(ops, SimpleNamespace)

@@ -360,6 +360,34 @@ def test_sizes_are_whole_numbers(tmp_path, size):
     data["memory"]["temporaries"] = size
     path.write_text(DEEP if size is DEEP else json.dumps(data))
     assert store.get("k") is None
+    with pytest.raises(PlanError, match="not a result of a compilation"):
+        CompiledProgram.from_json(data)
+
+
+def test_no_bit_of_a_result_changes_unnoticed(tmp_path):
+    """Another digit is as good a figure, and without its name a scheduled program would count as compiled."""
+    store = ProgramCache(tmp_path)
+    path, text = store.paths("k")
+    text.write_bytes(gzip.compress(b"HloModule x"))
+    memory = Memory(arguments=1, outputs=2, aliased=0, temporaries=3, kinds={"batch": 1})
+    store.put("k", CompiledProgram(status="ok", memory=memory, complete=False, compile_seconds=1.5))
+    found, whole = store.get("k"), path.read_bytes()
+    assert found is not None
+    for place in range(8 * len(whole)):
+        damaged = bytearray(whole)
+        damaged[place // 8] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        # JSON has several spellings of some values.
+        assert store.get("k") in (None, found), bytes(damaged)
+        path.write_bytes(whole)
+    assert store.get("k") == found
+
+
+@pytest.mark.parametrize("place", [float("inf"), float("nan"), "x", None])
+def test_coordinates_are_whole_numbers(place):
+    data = CompiledProgram(status="oom", coordinates=((0, 1),)).to_json()
+    with pytest.raises(PlanError, match="not a result of a compilation"):
+        CompiledProgram.from_json({**data, "coordinates": [[0, place]]})
 
 
 def test_a_damaged_text_is_compiled_again(tmp_path):

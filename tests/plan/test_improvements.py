@@ -118,6 +118,18 @@ def test_only_what_promises_most_is_compiled(compiler, compiled):
     assert sorted(compiled) == ["0.5", "0.9"]
 
 
+def test_a_change_is_named_once(compiler, compiled):
+    """A batch in another number of microbatches is the same change: it takes no other one's place."""
+    _, takes = compiler
+    takes.update({"4 microbatches": (1.9, 10), "train.batch_size": (1.6, 10), "model.vocab_size": (0.99, 10)})
+    found = find_improvements(config(), best(), limit_bytes=100 << 20, most=2)
+    assert [(one.settings, one.layout.microbatches) for one in found] == [
+        (("train.batch_size=16",), 2),
+        (("model.vocab_size=512",), 2),
+    ]
+    assert [one.speed for one in found] == pytest.approx([2 / 1.6, 1 / 0.99])
+
+
 def test_what_helps_most_is_named_first(compiler):
     asked, takes = compiler
     takes.update(

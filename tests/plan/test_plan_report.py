@@ -13,7 +13,7 @@ from capibara.hardware import get_price
 from capibara.plan import Candidate, Plan, PlanError, parse_slice, plan
 from capibara.plan.lock import Drift, LockCheck, check_lock, write_lock
 from capibara.plan.report.picture import figure_of, link_axes
-from capibara.plan.report.table import plan_text
+from capibara.plan.report.table import digits, plan_text
 from capibara.plan.sizes import size_text
 from capibara.plan.time import Part, StepTime
 from capibara.sharding import Layout
@@ -346,3 +346,10 @@ def test_a_small_plan_has_no_figures_of_zero_and_shows_the_limit_it_keeps():
     assert " of 0.50 GiB [an estimate]" in memory
     assert "KiB" in memory
     assert "a device has 15.75 GiB" in str(plan(config, "v5e:2x2", compile=False))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(999.4, "999"), (999.5, "1,000"), (999.9, "1,000"), (1000, "1,000"), (12.345, "12.3")]
+)
+def test_three_digits_have_no_exponent(value, text):
+    assert digits(value) == text

@@ -154,14 +154,22 @@ def find_improvements(
             promises.append((one.speed, number))
     promises.sort(reverse=True)
     while promises:
-        named = sorted((one.speed for one in found if one.speed >= _WORTH), reverse=True)[:most]
-        least = named[-1] if len(named) == most else _WORTH
+        named = _worth_it(found)[:most]
+        least = named[-1].speed if len(named) == most else _WORTH
         if promises[0][0] * _ROUGH < least:
             break
         now, promises = promises[:2], promises[2:]
         found += [one for _, _, one in look([number for _, number in now], False)]
-    better = sorted((one for one in found if one.speed >= _WORTH), key=lambda one: -one.speed)
-    return tuple(better[:most])
+    return tuple(_worth_it(found)[:most])
+
+
+def _worth_it(found: Collection[Improvement]) -> list[Improvement]:
+    """Those that help, the best first, each change once: of its layouts, the fastest."""
+    best: dict[tuple[str, ...], Improvement] = {}
+    for one in sorted(found, key=lambda one: -one.speed):
+        if one.speed >= _WORTH:
+            best.setdefault(one.settings, one)
+    return list(best.values())
 
 
 def _rate(tokens: int | None, seconds: float) -> float:
@@ -181,7 +189,8 @@ class _Proposal:
         return {setting.partition("=")[0] for setting in self.settings}
 
     def __str__(self) -> str:
-        return f"{' '.join(self.settings)}, {self.layout.microbatches} microbatches"
+        count = self.layout.microbatches
+        return f"{' '.join(self.settings)}, {count} microbatch{'' if count == 1 else 'es'}"
 
 
 def _proposals(config: ModularModelConfig, layout: Layout, target: Target) -> Iterator[_Proposal]:

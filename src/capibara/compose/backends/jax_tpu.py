@@ -68,7 +68,8 @@ def _merge(x: Array, weight: Array, accumulate: str) -> Array:
 
 
 def _gelu(x: Array, approximate: bool = True) -> Array:
-    if approximate or jnp.finfo(x.dtype).bits > 16:
+    dtype = jnp.result_type(x)  # integers and Python's numbers become float32, as with other forms
+    if approximate or not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits > 16:
         return jax_ops.gelu(x, approximate)
     wide = x.astype(jnp.float32)
     return (0.5 * wide * (1 + lax.erf(wide * math.sqrt(0.5)))).astype(x.dtype)

@@ -91,6 +91,9 @@ class ProgramCache:
             if path.stat().st_size > _MOST_JSON:
                 return None
             data = json.loads(path.read_bytes())
+            # Most damage leaves other figures that look as good.
+            if not isinstance(data, dict) or data.pop("sha256", None) != _sum(data):
+                return None
             found = CompiledProgram.from_json(data, text, cached=True)
             if found.status == "ok" and data.get("text_sha256") != _digest(text):
                 return None
@@ -106,7 +109,8 @@ class ProgramCache:
         path, text = self.paths(key)
         self.folder.mkdir(parents=True, exist_ok=True)
         digest = {"text_sha256": _digest(text)} if result.status == "ok" else {}
-        replace_file(path, json.dumps({**result.to_json(), **digest}))
+        data = {**result.to_json(), **digest}
+        replace_file(path, json.dumps({**data, "sha256": _sum(data)}))
         self._prune()
 
     def _prune(self) -> None:
@@ -126,6 +130,10 @@ class ProgramCache:
             with contextlib.suppress(OSError):
                 path.unlink()
                 total -= size
+
+
+def _sum(data: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 def _digest(path: Path) -> str:

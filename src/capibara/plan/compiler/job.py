@@ -201,7 +201,7 @@ class CompiledProgram:
                 cached=cached,
                 complete=bool(data.get("complete", True)),
             )
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise PlanError(f"this is not a result of a compilation: {error!r}") from None
 
     def __str__(self) -> str:

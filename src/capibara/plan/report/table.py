@@ -202,9 +202,10 @@ def _improvement_lines(improvements: Sequence[Improvement], compiler: str) -> li
     lines = []
     for one in improvements:
         settings = shlex.join(one.settings)
-        microbatches = f", {one.layout.microbatches} microbatches" if "train.batch_size" in settings else ""
+        count = one.layout.microbatches
+        parts = f", {count} microbatch{'' if count == 1 else 'es'}" if "train.batch_size" in settings else ""
         lines.append(
-            f"{'' if lines else 'change':>13}  {settings}{microbatches}: {one.speed - 1:.1%} more tokens per second "
+            f"{'' if lines else 'change':>13}  {settings}{parts}: {one.speed - 1:.1%} more tokens per second "
             f"({one.seconds:.3g} s a step, {size_text(one.hbm_bytes)}) [{compiler}]"
         )
     return lines
@@ -241,7 +242,7 @@ def _footer(plan: Plan) -> list[str]:
 
 def digits(value: float) -> str:
     """Three digits, without an exponent."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
 
 
 def dollars(usd: float | None) -> str:
