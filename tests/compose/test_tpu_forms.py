@@ -17,7 +17,7 @@ from other_process import run_apart
 
 from capibara import compose as ml
 from capibara.compose.backends import jax_ops
-from capibara.compose.backends.jax_tpu import choose_forms, on_tpu
+from capibara.compose.backends.jax_tpu import choose_forms, on_tpu, returning_half_width
 from capibara.config.axes import AxisRules
 
 CLOSE: dict[Any, Any] = {
@@ -134,8 +134,11 @@ def test_a_norm_for_tpus_of_an_array_of_numpy_has_a_gradient() -> None:
 def test_norms_give_an_order_only_where_a_mesh_divides_nothing_but_rows(
     sizes: dict[str, int], given: bool
 ) -> None:
-    backend: Any = SimpleNamespace(platform="tpu", knows_platform=True, rules=AxisRules())
-    ops = choose_forms(jax_ops, backend, SimpleNamespace(shape=sizes, size=4))
+    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    backend: Any = SimpleNamespace(
+        platform="tpu", knows_platform=True, rules=AxisRules(), mesh=mesh, policy=ml.Precision()
+    )
+    ops = choose_forms(jax_ops, backend, mesh)
     traced = jax.make_jaxpr(lambda x: ops.rms_norm(x, epsilon=1e-5, accumulate="float32"))(
         jnp.ones((4, 256, 16))
     )
@@ -148,8 +151,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType
 from capibara.compose.backends import jax_ops
 from capibara.compose.backends.jax_parts import on_parts
-from capibara.compose.backends.jax_tpu import choose_forms, on_tpu
-from capibara.config.axes import AxisRules
+from capibara.compose.backends.jax_tpu import on_tpu
 from capibara.config.axes import AxisRules
 
 random = np.random.default_rng(0)
@@ -188,3 +190,54 @@ print("RESULT" + json.dumps([before, backends_started(), list(y.shape)]))
 def test_compiling_a_model_starts_no_devices() -> None:
     """``jax.distributed.initialize`` has to come before that, and may come after a model was compiled."""
     assert run_apart(STARTS) == [False, True, [2, 8, 8]]
+
+
+def products(ops: Any, name: str, dtype: Any) -> set[tuple[str, ...]]:
+    """The dtypes of operands and results of a product's and its gradient's programs."""
+    arrays = [jnp.ones(shape, dtype) for shape in CASES[name]]
+
+    def loss(*arrays: jax.Array) -> jax.Array:
+        return getattr(ops, name)(*arrays, accumulate="float32").astype(jnp.float32).sum()
+
+    found = set()
+    for equation in jax.make_jaxpr(jax.grad(loss, (0, 1)))(*arrays).jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            found.add(tuple(str(each.aval.dtype) for each in (*equation.invars, *equation.outvars)))
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("form", [on_tpu, lambda ops: ops], ids=["tpu", "cpu"])
+@pytest.mark.parametrize("name", ["dense", "project", "merge"])
+def test_products_of_half_width_have_such_gradients(name: str, form: Any, dtype: str) -> None:
+    ops = form(jax_ops)
+    assert products(returning_half_width(ops), name, dtype) == {(dtype,) * 3}
+    assert "float32" in {each for found in products(ops, name, dtype) for each in found}
+    assert products(returning_half_width(ops), name, "float32") == products(ops, name, "float32")
+
+
+@pytest.mark.parametrize(
+    ("platform", "exchange", "devices", "half"),
+    [
+        ("gpu", "accumulate", 1, True),
+        ("cuda", "accumulate", 1, True),
+        ("gpu", "accumulate", 4, False),
+        ("gpu", "compute", 4, True),
+        ("tpu", "accumulate", 1, False),
+        ("tpu", "compute", 4, True),
+        ("cpu", "accumulate", 1, False),
+        ("cpu", "compute", 4, True),
+    ],
+)
+def test_where_products_return_half_width(platform: str, exchange: str, devices: int, half: bool) -> None:
+    """Where nothing is exchanged the results are the same, and GPUs multiply such gradients faster."""
+    mesh = None if devices == 1 else jax.sharding.AbstractMesh((devices,), ("data",))
+    policy = ml.Precision("float32", "bfloat16", "float32", exchange)
+    backend = ml.JaxBackend(policy=policy, device_mesh=mesh, platform=platform)
+    found = products(choose_forms(jax_ops, backend, mesh), "dense", "bfloat16")
+    assert (found == {("bfloat16",) * 3}) == half
+
+
+def test_an_exchange_that_there_is_not() -> None:
+    with pytest.raises(ml.CompileError, match="exchange='computer' is not one of .*Did you mean 'compute'"):
+        ml.Precision(exchange="computer")

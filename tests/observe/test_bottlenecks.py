@@ -377,6 +377,10 @@ def test_small_products_beside_other_work():
     counter = replace(other, name="add.1", seconds=0.05)
     (found,) = find_bottlenecks(replace(loop, operations=(small, counter))).bottlenecks
     assert found.predicted_gain == pytest.approx(0.25, abs=0.01)
+    # Of a program with one product, which is called as often, it is other work: nothing turns there.
+    called = ProgramRuns("jit_step", 10_000, 0.3, 0, 0, None)
+    (found,) = find_bottlenecks(replace(loop, operations=(small, counter), programs=(called,))).bottlenecks
+    assert found.predicted_gain == pytest.approx(0.2, abs=0.01)
 
 
 def test_float64_on_a_gpu_is_measured_at_its_rates():

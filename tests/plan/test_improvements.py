@@ -161,6 +161,7 @@ def test_nothing_that_is_so_already_is_proposed(compiler):
     asked, _ = compiler
     given = config(
         "precision.compute_dtype=bfloat16",
+        "precision.exchange=compute",
         "model.vocab_size=512",
         "model.mlp_dim=256",
         "model.scan_layers=unroll",

@@ -20,11 +20,15 @@ class Precision:
         param: dtype in which parameters are stored and updated.
         compute: dtype of activations and of the operands of matrix products.
         accumulate: dtype in which products are summed, and in which normalisation and softmax are computed.
+        exchange: which of these dtypes the devices' parts of a weight's gradient have while a mesh sums them:
+            ``"accumulate"``, or ``"compute"``, which halves what is exchanged where that has 16 bits. Each part is
+            rounded to it before the sum rather than the sum after it.
     """
 
     param: str = "float32"
     compute: str = "float32"
     accumulate: str = "float32"
+    exchange: str = "accumulate"
 
     def __post_init__(self) -> None:
         for key in ("param", "compute", "accumulate"):
@@ -41,4 +45,9 @@ class Precision:
             raise CompileError(
                 f"accumulate={self.accumulate!r} is narrower than compute={self.compute!r} allows: use 'float32' "
                 "or 'float64'"
+            )
+        if self.exchange not in ("accumulate", "compute"):
+            raise CompileError(
+                f"exchange={self.exchange!r} is not one of 'accumulate' and 'compute'."
+                f"{did_you_mean(str(self.exchange), ('accumulate', 'compute'))}"
             )

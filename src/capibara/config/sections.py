@@ -597,6 +597,10 @@ class PrecisionSection(Section):
     param_dtype: DTypeName = Field(default="float32", description="of parameters and optimizer state")
     compute_dtype: DTypeName = Field(default="float32", description="of activations and matrix products")
     accumulate_dtype: DTypeName = Field(default="float32", description="of sums, softmax, norms and the loss")
+    exchange: Literal["accumulate", "compute"] = Field(
+        default="accumulate",
+        description="which of these the devices' parts of a weight's gradient have while a mesh sums them",
+    )
 
 
 class TPUSection(Section):

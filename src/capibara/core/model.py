@@ -89,7 +89,7 @@ class ModularCapibaraModel:
         self.config = config
         self.mesh = _mesh(config) if mesh is None else mesh
         p = config.precision
-        policy = Precision(p.param_dtype, p.compute_dtype, p.accumulate_dtype)
+        policy = Precision(p.param_dtype, p.compute_dtype, p.accumulate_dtype, p.exchange)
         self.backend = JaxBackend(policy=policy, device_mesh=self.mesh, platform=platform, rules=rules)
         self._forms: dict[Any, CompiledModel] = {}
         self.compiled: CompiledModel = self._form()

@@ -213,6 +213,13 @@ def _settings(
         )
     if model.residual == "accumulate" and config.precision.compute_dtype != config.precision.accumulate_dtype:
         yield "a residual stream of the dtype of products", {"model.residual": "compute"}, layout
+    half = config.precision.compute_dtype in ("bfloat16", "float16")
+    if half and config.precision.exchange != "compute" and layout.num_devices > 1:
+        yield (
+            "gradients that devices exchange in the dtype of products: half the bytes, each part rounded before the sum",
+            {"precision.exchange": "compute"},
+            layout,
+        )
     what = "TPU" if target.platform == "tpu" else "GPU"
     tile = _LANES * layout.axis_sizes.get("model", 1)
     for key, size in (("model.vocab_size", model.vocab_size), ("model.mlp_dim", model.mlp_dim)):

@@ -285,15 +285,21 @@ def small_products(profile: Profile) -> Bottleneck | None:
     slow: list[Operation] = []
     saved = beside = 0.0
     waiting = {(one.program, one.count) for one in _callbacks(profile)}
+    runs: Counter[str] = Counter()
+    for one in profile.programs:
+        runs[one.name] += one.runs
     for (program, count), products in groups.items():
         if (program, count) in waiting:
             continue  # it is Python that they wait for
         # What runs once for each product and moves little (a loop's counter, slices, copies) runs less often with them.
+        # Outside of loops it may be other work of the program.
+        looped = count > runs[program]
         kinds = ("compute", "copy", "kernel") if profile.platform == "gpu" else ("compute", "copy")
         others = sum(
             one.seconds
             for one in profile.operations
-            if (one.program, one.count) == (program, count)
+            if looped
+            and (one.program, one.count) == (program, count)
             and not one.flops
             and one.kind in kinds
             and one.bytes / count < _LITTLE_DATA
