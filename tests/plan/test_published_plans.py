@@ -18,6 +18,7 @@ from capibara.sharding import Layout
 # A slice on which training fits, sequences a step and their length; of models that are not here the last one's.
 SLICES = {
     "gpt2": ("v5e:2x2", 64, 1024),
+    "mamba2-130m": ("v5e:2x2", 64, 2048),
     "Llama-3.2-1B": ("v5e:2x4", 16, 4096),
     "Gemma-3-1B": ("v5e:2x4", 16, 4096),
     "mamba2-2.7b": ("v5e:4x4", 32, 2048),
@@ -31,13 +32,14 @@ SLICES = {
     "gpt-oss-20b": ("v5p:2x2x4", 32, 4096),
     "DeepSeek-V2-Lite": ("v5p:2x2x4", 32, 4096),
     "Llama-3.1-70B": ("v5p:4x4x4", 64, 4096),
+    "DeepSeek-V2": ("v5p:4x4x4", 64, 4096),
+    "DeepSeek-V3": ("v5p:4x8x8", 256, 4096),
     "Mamba-Codestral-7B": ("v6e:4x4", 32, 2048),
     "": ("v5p:2x4x4", 32, 4096),
 }
 
-# Where matrix products are kept: with two microbatches the estimate is 12 % below the compiler's figure, with the six
-# blocks of a turn 11 % above.
-FARTHER = {"Qwen3-8B": 0.125, "Gemma-3-1B": 0.115}
+# Of blocks with nothing but a recurrence, the last product is counted though it is not kept (10.3 %).
+FARTHER = {"mamba2-130m": 0.11}
 
 
 def asked(name: str, folder: Path) -> tuple[list[str], str]:
@@ -71,13 +73,7 @@ def test_encoders_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.slow
 @needs_libtpu
 @pytest.mark.parametrize(
-    "name",
-    # No slice has been chosen for the larger models with latent attention.
-    [
-        name
-        for name, (_, keys) in PUBLISHED.items()
-        if keys["model_type"] != "bert" and (name in SLICES or "kv_lora_rank" not in keys)
-    ],
+    "name", [name for name, (_, keys) in PUBLISHED.items() if keys["model_type"] != "bert"]
 )
 def test_the_compiler_accepts_the_plan(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command, topology = asked(name, tmp_path)

@@ -1,5 +1,6 @@
 // Blocks of grouped products, compiled once per instruction set. Parts of both operands are copied in the order in
-// which a register tile reads them: rows of a matrix that are a power of two apart would meet in the caches.
+// which a register tile reads them: rows of a matrix that are a power of two apart would meet in the caches. Short rows
+// and small matrices do not, and are read where they lie: the copies would take as long as the products.
 #include "grouped.h"
 
 #include "vec.h"
@@ -13,6 +14,8 @@ constexpr int64_t kDeep = 384;                 // summed over at a time
 constexpr int64_t kDeepStep = kDeep + 16;
 constexpr int64_t kMostRows = 360 / kRows * kRows;
 constexpr int64_t kMostColumns = 512;
+constexpr int64_t kShort = 256;                // numbers from a row of the left matrix to the next
+constexpr int64_t kFew = 4096;                 // numbers of a right matrix that do not meet in the first cache
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -76,23 +79,27 @@ static void grouped_multiply(const GroupedBlock& p, float* scratch) {
   float* const edge = scratch;  // a tile that is not all within the result
   float* const a = edge + kRows * kPanel;
   float* const b = a + kMostRows * kDeepStep;
-  const int64_t row_step = p.a_by_depth ? 1 : kDeepStep, depth_step = p.a_by_depth ? kRows : 1;
+  const bool a_lies = !p.a_by_depth && p.a_step <= kShort;
+  // Whole panels only: columns past the last one are not there to be read.
+  const bool b_lies = !p.b_by_column && p.depth * p.b_step <= kFew && p.columns % kPanel == 0;
+  const int64_t row_step = p.a_by_depth ? 1 : a_lies ? p.a_step : kDeepStep, depth_step = p.a_by_depth ? kRows : 1;
+  const int64_t panel_step = b_lies ? p.b_step : kPanel;
   const int64_t tile_step = p.a_by_depth ? kDeep * kRows : kRows * kDeepStep;
   // Even shares of the depth: a short last one would be mostly copies.
   const int64_t shares = (p.depth + kDeep - 1) / kDeep, share = (p.depth + shares - 1) / shares;
   for (int64_t k0 = 0; k0 < p.depth; k0 += share) {
     const int64_t depth = least(share, p.depth - k0);
-    pack_a(p, k0, depth, a);
-    pack_b(p, k0, depth, b);
+    if (!a_lies) pack_a(p, k0, depth, a);
+    if (!b_lies) pack_b(p, k0, depth, b);
     for (int64_t j = 0; j < p.columns; j += kPanel) {
-      const float* const panel = b + j * kDeep;
+      const float* const panel = b_lies ? p.b + k0 * p.b_step + j : b + j * kDeep;
       const int64_t columns = least(kPanel, p.columns - j);
       for (int64_t i = 0; i < p.rows; i += kRows) {
         const int rows = int(least(kRows, p.rows - i));
-        const float* const tile = a + i / kRows * tile_step;
+        const float* const tile = a_lies ? p.a + i * p.a_step + k0 : a + i / kRows * tile_step;
         float* const c = p.c + i * p.c_step + j;
         if (columns == kPanel) {
-          Rows<kRows, kVectors>::run(rows, depth, tile, row_step, depth_step, panel, kPanel, c, p.c_step, k0 > 0);
+          Rows<kRows, kVectors>::run(rows, depth, tile, row_step, depth_step, panel, panel_step, c, p.c_step, k0 > 0);
           continue;
         }
         if (columns > kWidth)

@@ -105,6 +105,8 @@ GROUPED: tuple[GroupedSpec, ...] = (
     GroupedSpec("one row", 1, 3, 2, (0, 1, 0), ("small", "odd")),
     GroupedSpec("large blocks", 700, 3, 4, (330, 0, 290, 5)),
     GroupedSpec("more than there is", 20, 4, 3, (18, -3, 9, 4), ("small", "odd")),
+    GroupedSpec("whole vectors", 53, 40, 64, (25, 0, 28)),
+    GroupedSpec("whole vectors, deep", 29, 200, 32, (13, 16)),
     GroupedSpec("large", 4096, 1024, 2048, (512,) * 8, ("large",)),
 )
 

@@ -23,8 +23,9 @@ __all__ = ["BlockType", "kept_of_turn", "recomputed_of_turn", "scanned_rows", "s
 # Positions a chunk of the state-space recurrence, as it is without measurements of one's own.
 CHUNK = 64
 # Of the values that blocks without rematerialisation keep, those that recomputed ones have: the compiler computes what
-# is elementwise where it is read.
-_RECOMPUTED = 0.4
+# is elementwise where it is read. Where matrix products are kept, attention with a plain feed-forward layer has little
+# else.
+_RECOMPUTED, _RECOMPUTED_DOTS = 0.4, 0.1
 # Of a block that is not attention: values as wide as its own inner width that it keeps with its matrix products kept,
 # and without rematerialisation in the compute dtype and in that of accumulation.
 _OWN = {"ssm": (2.0, 10.0, 7.0), "vq": (1.0, 4.0, 0.0)}
@@ -66,8 +67,16 @@ def recomputed_of_turn(turn: Sequence[BlockType], config: ModularModelConfig, re
     """Bytes that the other blocks of a turn have in the backward pass of its largest one."""
     if remat == "none" or len(turn) == 1:
         return 0
-    own = [_kept(block, config, "none", w) - _kept(block, config, remat, w) for block in turn]
-    return max(0, int(_RECOMPUTED * (sum(own) - max(own))))
+    own = [
+        (_kept(block, config, "none", w) - _kept(block, config, remat, w)) * _recomputed(block, remat)
+        for block in turn
+    ]
+    return max(0, int(sum(own) - max(own)))
+
+
+def _recomputed(block: BlockType, remat: str) -> float:
+    products = remat == "dots" and block.kind in ("attention", "local") and not block.experts
+    return _RECOMPUTED_DOTS if products else _RECOMPUTED
 
 
 def _products(finetune: FinetuneSection, target: str) -> int:

@@ -176,6 +176,8 @@ def working_set(
         matrices = _FROZEN if config.finetune.base == "none" else 0.0
         tables = 1.0 if chunks else 0.0
     loss = scores + table + 2 * w.values(w.stream)
+    if _sums_head(config, layout, target) and not chunks:
+        loss += logits + table * w.accumulate // w.compute
 
     own = {kind: count * w.values(w.own[kind]) for kind, count in _OWN.items()}
     if "ssm" in m.block_kinds:
@@ -295,6 +297,18 @@ def _alive(layout: Layout, target: Target, w: Widths) -> tuple[float, float, flo
         return whole if _whole_products(layout) else usual
     few = w.tokens < w.stream and layout.num_devices > _MANY_DEVICES
     return deferred if few and _late(layout, target) else usual
+
+
+def _sums_head(config: ModularModelConfig, layout: Layout, target: Target) -> bool:
+    """Whether the gradient of the head's table (in the accumulation dtype) and the derivative of the logits are there
+    beside the logits.
+
+    The TPU compiler has them so where matrix products are kept and the gradient, which is not also the lookup's, is
+    summed over microbatches.
+    """
+    own = not config.model.tie_embeddings and config.finetune.method == "full"
+    summed = layout.microbatches > 1 and layout.remat == "dots" and not _shards_vocab(layout)
+    return own and summed and target.platform != "cuda"
 
 
 def _late(layout: Layout, target: Target) -> bool:
