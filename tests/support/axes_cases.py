@@ -52,6 +52,7 @@ MODELS: dict[str, tuple[str, ...]] = {
         "model.experts.dim=16",
     ),
     "deep adapters": (*ATTENTION, "model.num_layers=4", *LORA),
+    "deep adapters in four bits": (*ATTENTION, "model.num_layers=4", *LORA, "finetune.base=nf4"),
     "deep experts, adapters": (
         *ATTENTION,
         "model.num_layers=4",
@@ -131,6 +132,11 @@ CASES: dict[str, Case] = {
         {"pipeline": 2, "data": 2, "model": 2},
         {"gradient_accumulation_steps": 2, "use_gradient_checkpointing": True},
     ),
+    "adapters in four bits, pipeline × fsdp": (
+        "deep adapters in four bits",
+        {"pipeline": 2, "fsdp": 4},
+        {"gradient_accumulation_steps": 2},
+    ),
     "experts with adapters, pipeline × expert": (
         "deep experts, adapters",
         {"pipeline": 2, "expert": 4},
@@ -204,6 +210,8 @@ def run(kind: str, axes: dict[str, int], options: dict[str, Any], steps: int = S
     )
     model = ModularCapibaraModel(config)
     first = model.init(0)[0]
+    if config.finetune.base != "none":  # drawn, the weights would be codes of nothing
+        first = model.params = model.with_adapters(model.without_adapters().init(0)[0])
     trainer = TpuDistributedTrainer(model, mesh, **options)
     seen = []
     report = trainer.train(
