@@ -166,6 +166,11 @@ SPREAD: dict[str, Case] = {
         {"data": 2, "fsdp": 4, "model": 4},
         {"gradient_accumulation_steps": 2},
     ),
+    "pipeline × data × tensor": (
+        "deep",
+        {"pipeline": 4, "data": 4, "model": 2},
+        {"gradient_accumulation_steps": 4},
+    ),
     "experts, expert × fsdp × context": (
         "experts",
         {"expert": 4, "fsdp": 2, "context": 4},

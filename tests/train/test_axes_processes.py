@@ -31,8 +31,8 @@ def test_fifty_steps_of_four_processes_are_those_of_one_device(tmp_path: Path, n
     assert code == 0, (tmp_path / "err").read_text()[-4000:]
     with np.load(tmp_path / "found.npz") as found:
         assert len(found["losses"]) == len(found["norms"]) == STEPS
-        np.testing.assert_allclose(found["losses"], losses, rtol=5e-6)
-        np.testing.assert_allclose(found["norms"], norms, rtol=1e-5)
+        np.testing.assert_allclose(found["losses"], losses, rtol=1e-5)
+        np.testing.assert_allclose(found["norms"], norms, rtol=1e-4)
         for key, value in params.items():
-            np.testing.assert_allclose(found[f"params/{key}"], value, atol=1e-4, err_msg=key)
+            np.testing.assert_allclose(found[f"params/{key}"], value, atol=1e-3, err_msg=key)
         assert found["part"] < 0.5

@@ -232,6 +232,27 @@ def dropped():
     again = two(params)[0]
     return [float(size), float((ends[1] - ends[0]) / 2e-2), float(value), float(again)]
 
+def partly():
+    # The gradient of some parameters alone, as adapters are trained.
+    (one, params, *_), (two, *_, state, model) = both("precision.compute_dtype=float32", train=False)
+    def loss(part):
+        return model.loss({**params, **part}, {"tokens": tokens}, state=state, train=False)[0]
+    gaps, wanted = [], one(params)[1]
+    for name in ("blocks", "final_norm"):
+        found = jax.jit(jax.grad(loss))({name: params[name]})
+        pairs = zip(jax.tree.leaves(found[name]), jax.tree.leaves(wanted[name]), strict=True)
+        gaps += [float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))) for a, b in pairs]
+    return [max(gaps), len(gaps)]
+
+def differentiated():
+    _, (_, params, state, model) = both("finetune.objective=dpo")
+    from capibara.core.preferences import pair_log_probs
+    batch = {"tokens": tokens, "segments": np.ones_like(tokens), "weights": np.ones(tokens.shape, "float32")}
+    try:
+        jax.grad(lambda p: jnp.sum(pair_log_probs(model, p, batch, state=state)))(params)
+    except InputError as error:
+        return str(error)
+
 def refused():
     _, (_, params, state, model) = both()
     said = []
@@ -247,7 +268,8 @@ def refused():
         said.append(str(error))
     return said
 
-print("RESULT", json.dumps({"wide": wide(), "dropped": dropped(), "refused": refused()}))
+print("RESULT", json.dumps({"wide": wide(), "dropped": dropped(), "refused": refused(), "partly": partly(),
+                            "differentiated": differentiated()}))
 """
 
 
@@ -261,5 +283,9 @@ def test_a_wide_stream_dropout_and_tokens_without_targets() -> None:
     norm, slope, value, again = seen["dropped"]
     assert slope == pytest.approx(norm, rel=0.01)
     assert value == again
+    gap, compared = seen["partly"]
+    assert gap < 1e-4
+    assert compared > 5
+    assert "'pipeline'" in seen["differentiated"]
     assert len(seen["refused"]) == 4
     assert all("tokens has shape" in said for said in seen["refused"])
