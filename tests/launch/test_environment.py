@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from capibara.errors import ConfigError
-from capibara.launch import Membership, described_by_platform, read_membership
+from capibara.launch import Membership, described_by_platform, heartbeat_seconds, read_membership
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "job-0.job:8476", "[fe80::1]:65535"])
@@ -53,6 +53,14 @@ def test_wrong_variables_are_refused(change: dict[str, str], words: str) -> None
     with pytest.raises(ConfigError) as error:
         read_membership({**GOOD, **change})
     assert words in str(error.value)
+
+
+def test_how_long_a_silent_process_counts_as_alive() -> None:
+    assert heartbeat_seconds({}) == 20
+    assert heartbeat_seconds({"CAPIBARA_HEARTBEAT_SECONDS": "600"}) == 600
+    for text in ("4", "0", "-5", "1e2", "100000", "x"):
+        with pytest.raises(ConfigError, match=r"CAPIBARA_HEARTBEAT_SECONDS=.*an integer from 5 to 86400"):
+            heartbeat_seconds({"CAPIBARA_HEARTBEAT_SECONDS": text})
 
 
 SLURM = {

@@ -108,7 +108,8 @@ def launched(tmp_path: Path, count: int, body: str, **options: object) -> tuple[
 def test_every_process_is_told_its_place_and_its_lines_have_its_number(tmp_path: Path) -> None:
     body = """
         e = os.environ
-        print(e["CAPIBARA_COORDINATOR"], e["CAPIBARA_NUM_PROCESSES"], e["XLA_FLAGS"][-2:], e["JAX_PLATFORMS"])
+        print(e["CAPIBARA_COORDINATOR"], e["CAPIBARA_NUM_PROCESSES"], e["XLA_FLAGS"][-2:], e["JAX_PLATFORMS"],
+              e["CAPIBARA_HEARTBEAT_SECONDS"])
         print("no end of line", end="", file=sys.stderr)
     """
     code, out, err = launched(tmp_path, 3, body, devices=5, logs=tmp_path / "logs")
@@ -117,7 +118,7 @@ def test_every_process_is_told_its_place_and_its_lines_have_its_number(tmp_path:
     addresses, *rest = zip(*(line.split()[1:] for line in out), strict=True)
     assert len(set(addresses)) == 1
     assert 0 < int(addresses[0].removeprefix("127.0.0.1:")) < 65536
-    assert rest == [("3",) * 3, ("=5",) * 3, ("cpu",) * 3]
+    assert rest == [("3",) * 3, ("=5",) * 3, ("cpu",) * 3, ("600",) * 3]
     assert sorted(err) == [f"[{n}] no end of line" for n in range(3)]
     logs = sorted((tmp_path / "logs").iterdir())
     assert [path.name for path in logs] == ["process-0.log", "process-1.log", "process-2.log"]

@@ -49,6 +49,7 @@ EXPERTS = ("model.experts.count=4", "model.experts.per_token=2")
         ("train.sequence_length=3072", "train.batch_size=12", "model.num_layers=6"),
         EXPERTS,
         ("model.pattern=local,attention", "model.window=64"),
+        ("finetune.method=lora", "finetune.rank=4"),
     ],
 )
 def test_every_layout_can_be_trained(topology, settings):
@@ -77,9 +78,9 @@ def test_which_axes_there_are():
     assert {layout.microbatches for layout in of("pipeline", short) if layout.stages == 4} == {2, 4, 8}
     assert not of("pipeline", list(layouts(config("model.num_layers=5"), target)))
     assert {k.stages for k in of("pipeline", list(layouts(config("model.num_layers=6"), target)))} == {2}
-    # Adapters have no stages, and scans of a state-space layer need all positions.
-    adapted = config("finetune.method=lora", "finetune.rank=4", "train.sequence_length=4096")
-    assert not of("pipeline", list(layouts(adapted, target)))
+    # Adapters have stages as their layers have, and scans of a state-space layer need all positions.
+    adapted = config("finetune.method=lora", "finetune.rank=4")
+    assert of("pipeline", list(layouts(adapted, target))) == of("pipeline", short)
     hybrid = config("model.pattern=attention,ssm", "train.sequence_length=4096")
     assert not of("context", list(layouts(hybrid, target)))
     assert {k.axis_sizes["expert"] for k in of("expert", list(layouts(config(*EXPERTS), target)))} == {2, 4}
@@ -186,6 +187,24 @@ def test_blocks_are_divided_where_heads_and_rows_are_not():
     assert plan(config(), "v5e:2x2", compile=False).best.layout.stages == 1
 
 
+def test_adapters_in_stages_take_less_time_and_memory():
+    """Without gradients of the weights: of four passes' products one is left out, and nothing is summed over stages."""
+    target = parse_slice("v5e:2x2")
+    layout = Layout(mesh=(("pipeline", 4), ("data", 1), ("model", 1)), microbatches=16)
+    full, low = config("train.batch_size=64"), config("train.batch_size=64", *LORA)
+    both = [estimate_time(one, layout, target) for one in (full, low)]
+    assert both[1].compute / both[0].compute == pytest.approx(3 / 4, rel=0.08)
+    # Embedding and head, in float32, are no longer summed over the stages.
+    links = target.links(layout.axis_sizes)
+    assert both[0].communication - both[1].communication == pytest.approx(
+        links.reduce(2048 * 256 * 4, ("pipeline",)), rel=0.05
+    )
+    memory = [estimate_memory(one, layout, target) for one in (full, low)]
+    assert memory[1].optimizer < memory[0].optimizer / 10
+    assert memory[1].gradients < memory[0].gradients / 10
+
+
+LORA = ("finetune.method=lora", "finetune.rank=4")
 CASES = {
     "context": (("train.batch_size=2",), Layout(mesh=(("data", 2), ("context", 2), ("model", 1)))),
     "pipeline": ((), Layout(mesh=(("pipeline", 4), ("data", 1), ("model", 1)), microbatches=8)),

@@ -14,12 +14,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.multihost_utils import process_allgather
 from tiny_run import tiny_config
 
 from capibara.core import ModularCapibaraModel
 from capibara.train import TpuDistributedTrainer
 
 STEPS = 4
+LORA = ("finetune.method=lora", "finetune.rank=4")
 ATTENTION = ("model.num_layers=2", "model.num_heads=4", "model.num_kv_heads=2", "model.embed_dim=32")
 MODELS: dict[str, tuple[str, ...]] = {
     "attention": ATTENTION,
@@ -49,6 +51,18 @@ MODELS: dict[str, tuple[str, ...]] = {
         "model.experts.per_token=2",
         "model.experts.dim=16",
     ),
+    "deep adapters": (*ATTENTION, "model.num_layers=4", *LORA),
+    "deep adapters in four bits": (*ATTENTION, "model.num_layers=4", *LORA, "finetune.base=nf4"),
+    "deep experts, adapters": (
+        *ATTENTION,
+        "model.num_layers=4",
+        "model.experts.count=4",
+        "model.experts.per_token=2",
+        "model.experts.dim=16",
+        *LORA,
+    ),
+    "deep pairs": (*ATTENTION, "model.num_layers=4", "finetune.objective=dpo"),
+    "deep pairs, adapters": (*ATTENTION, "model.num_layers=4", "finetune.objective=dpo", *LORA),
     "small": ("model.num_layers=1", "model.num_heads=2", "model.num_kv_heads=2", "model.embed_dim=16"),
 }
 """Settings by kind of block; ``packed`` has rows of several texts."""
@@ -112,24 +126,81 @@ CASES: dict[str, Case] = {
         {"pipeline": 2, "expert": 4},
         {"gradient_accumulation_steps": 4},
     ),
+    "adapters, pipeline": ("deep adapters", {"pipeline": 4}, {"gradient_accumulation_steps": 4}),
+    "adapters, pipeline × data × tensor": (
+        "deep adapters",
+        {"pipeline": 2, "data": 2, "model": 2},
+        {"gradient_accumulation_steps": 2, "use_gradient_checkpointing": True},
+    ),
+    "adapters in four bits, pipeline × fsdp": (
+        "deep adapters in four bits",
+        {"pipeline": 2, "fsdp": 4},
+        {"gradient_accumulation_steps": 2},
+    ),
+    "experts with adapters, pipeline × expert": (
+        "deep experts, adapters",
+        {"pipeline": 2, "expert": 4},
+        {"gradient_accumulation_steps": 4},
+    ),
+    "pairs, pipeline": ("deep pairs", {"pipeline": 4}, {"gradient_accumulation_steps": 4}),
+    "pairs, pipeline × data × tensor": (
+        "deep pairs",
+        {"pipeline": 2, "data": 2, "model": 2},
+        {"gradient_accumulation_steps": 4},
+    ),
+    "pairs with adapters, fsdp": ("deep pairs, adapters", {"fsdp": 4}, {"gradient_accumulation_steps": 2}),
+    "pairs with adapters, pipeline × fsdp": (
+        "deep pairs, adapters",
+        {"pipeline": 2, "fsdp": 4},
+        {"gradient_accumulation_steps": 2},
+    ),
     "pipeline × tensor": ("deep", {"pipeline": 4, "model": 2}, {"gradient_accumulation_steps": 8}),
 }
 FEW = ("small, fsdp × context × tensor",)
 
 
-def batches(kind: str) -> list[dict[str, np.ndarray]]:
+# The same over 4 processes of 8 devices: process 0 has the first 8 of a mesh. The axes written first go over processes.
+SPREAD: dict[str, Case] = {
+    "data × fsdp × tensor, accumulation": (
+        "attention",
+        {"data": 2, "fsdp": 4, "model": 4},
+        {"gradient_accumulation_steps": 2},
+    ),
+    "pipeline × data × tensor": (
+        "deep",
+        {"pipeline": 4, "data": 4, "model": 2},
+        {"gradient_accumulation_steps": 4},
+    ),
+    "experts, expert × fsdp × context": (
+        "experts",
+        {"expert": 4, "fsdp": 2, "context": 4},
+        {"gradient_accumulation_steps": 2, "use_gradient_checkpointing": True},
+    ),
+}
+
+
+def batches(kind: str, steps: int = STEPS) -> list[dict[str, np.ndarray]]:
     random = np.random.default_rng(0)
     found = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         batch = {"tokens": random.integers(0, 64, (16, 17)).astype("int32")}
         if "packed" in kind:
             batch["segments"] = np.sort(random.integers(1, 4, (16, 17)), axis=1).astype("int32")
             batch["weights"] = random.uniform(0.0, 1.0, (16, 17)).astype("float32")
+        if "pairs" in kind:
+            batch["segments"] = np.sort(random.integers(0, 3, (16, 17)), axis=1)[:, ::-1].astype("int32")
+            batch["weights"] = random.integers(0, 2, (16, 17)).astype("float32")
+            batch["reference"] = random.normal(-20, 4, (16, 2)).astype("float32")
         found.append(batch)
     return found
 
 
-def run(kind: str, axes: dict[str, int], options: dict[str, Any]) -> Any:
+def whole(leaf: Any) -> np.ndarray:
+    """All of an array, of which other processes may hold parts."""
+    return np.asarray(leaf if leaf.is_fully_addressable else process_allgather(leaf, tiled=True))
+
+
+def run(kind: str, axes: dict[str, int], options: dict[str, Any], steps: int = STEPS) -> Any:
     count = int(np.prod(list(axes.values())))
     devices = np.array(jax.devices()[:count]).reshape(tuple(axes.values()))
     mesh = jax.sharding.Mesh(devices, tuple(axes))
@@ -138,20 +209,26 @@ def run(kind: str, axes: dict[str, int], options: dict[str, Any]) -> Any:
         *MODELS[kind],
         "model.vocab_size=64",
         "train.batch_size=16",
-        "train.steps=10",
+        f"train.steps={max(steps, 10)}",
         "optimizer.warmup_steps=0",
         "precision.compute_dtype=float32",
     )
-    trainer = TpuDistributedTrainer(ModularCapibaraModel(config), mesh, **options)
+    model = ModularCapibaraModel(config)
+    first = model.init(0)[0]
+    if config.finetune.base != "none":  # drawn, the weights would be codes of nothing
+        first = model.params = model.with_adapters(model.without_adapters().init(0)[0])
+    trainer = TpuDistributedTrainer(model, mesh, **options)
     seen = []
-    report = trainer.train(batches(kind), on_step=lambda step, metrics: seen.append(metrics["grad_norm"]))
+    report = trainer.train(
+        batches(kind, steps), on_step=lambda step, metrics: seen.append(metrics["grad_norm"])
+    )
     params = {
-        jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf)
+        jax.tree_util.keystr(path, simple=True, separator="."): whole(leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(trainer.params)
     }
-    first = ModularCapibaraModel(config).init(0)[0]
     moved = max(
-        float(np.max(np.abs(a - b))) for a, b in zip(params.values(), jax.tree.leaves(first), strict=True)
+        float(np.max(np.abs(a - np.asarray(b))))
+        for a, b in zip(params.values(), jax.tree.leaves(first), strict=True)
     )
     text = trainer.lower(batches(kind)[0]).as_text() if {"context", "pipeline"} & axes.keys() else ""
     facts = {"moved": moved, "permutes": text.count("collective_permute")}

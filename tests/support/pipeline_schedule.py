@@ -41,6 +41,35 @@ def leave(outer: Any, x: Any, targets: Any) -> Any:
     )
 
 
+def leave_rows(outer: Any, x: Any, targets: Any) -> Any:
+    """Of each row two sums over its positions, for :func:`score`."""
+    squares = jnp.square(x @ outer["head"] @ outer["table"].T - targets["value"][..., None]).mean(-1)
+    return jnp.stack([jnp.sum(targets["weights"] * squares, 1), jnp.sum(jnp.tanh(squares), 1)], 1)
+
+
+def score(sums: Any, rows: Any) -> Any:
+    """A loss that is not a sum over positions, and that reads something of each row."""
+    ratio = jnp.log(1 + sums[:, 0] * rows["level"] / (1 + sums[:, 1]))
+    return jnp.sum(ratio**2), {"ratio": jnp.sum(ratio), "high": jnp.sum(ratio > 3.75, dtype=jnp.float32)}
+
+
+def plain_scored(params: Any, state: Any, rows: Any, targets: Any, scale: Any, share: Any) -> Any:
+    """As :func:`plain`, of the other loss; also the sums."""
+    outer, blocks = params
+    total = penalty = 0.0
+    scores = {"ratio": 0.0, "high": 0.0}
+    sums = []
+    for n in range(share.shape[0]):
+        row, target = (jax.tree.map(lambda a: a[n], tree) for tree in (rows, targets))  # noqa: B023
+        x, state, extras = stage(blocks, enter(outer, row, None), row, state, None)
+        sums.append(leave_rows(outer, x, target))
+        loss, found = score(sums[-1], row)
+        total += scale * loss
+        penalty += share[n] * extras["penalty"]
+        scores = {name: scores[name] + value for name, value in found.items()}
+    return total + penalty, (total, scores, state, jnp.stack(sums))
+
+
 def plain(params: Any, state: Any, rows: Any, targets: Any, scale: Any, share: Any) -> Any:
     outer, blocks = params
     total = penalty = told = 0.0
@@ -61,14 +90,19 @@ def problem(count: int, positions: int) -> Any:
 
     outer = {"table": draw(5, WIDTH), "shift": draw(WIDTH), "head": draw(WIDTH, WIDTH)}
     blocks = {"w": draw(LAYERS, WIDTH, WIDTH) / 3}
-    rows = {"tokens": random.integers(0, 5, (count, 2, positions)).astype("int32")}
+    rows = {
+        "tokens": random.integers(0, 5, (count, 2, positions)).astype("int32"),
+        "level": np.abs(draw(count, 2)),
+    }
     targets = {"value": draw(count, 2, positions), "weights": np.abs(draw(count, 2, positions))}
     share = np.abs(draw(count))
     return outer, blocks, {"seen": draw(LAYERS)}, rows, targets, np.float32(0.3), share
 
 
-def mapped(stages: int, function: str, specs: Any) -> Any:
+def mapped(stages: int, function: str, specs: Any, *, scored: bool = False) -> Any:
     pipeline = Pipeline("pipeline", enter, stage, leave, counted="penalty")
+    if scored:
+        pipeline = Pipeline("pipeline", enter, stage, leave_rows, counted="penalty", score=score)
     mesh = Mesh(np.array(jax.devices()[:stages]), ("pipeline",))
     own, whole = PartitionSpec("pipeline"), PartitionSpec()
     run = getattr(pipeline, function)
@@ -76,8 +110,8 @@ def mapped(stages: int, function: str, specs: Any) -> Any:
         jax.shard_map(
             lambda *arrays: run(*arrays, KEY),
             mesh=mesh,
-            in_specs=(whole, own, own, whole, whole, whole, whole),
-            out_specs=specs(Sums(whole, whole, own), whole, own),
+            in_specs=(whole, own, own, *(whole for _ in range(2 if function == "sums" else 4))),
+            out_specs=specs(Sums(whole, whole, own, whole), whole, own),
             check_vma=False,
         )
     )
@@ -98,6 +132,18 @@ def compared(problems: Any) -> dict[str, Any]:
         seen = [(s.total, s.extras["penalty"], s.extras["told"], s.state) for s in (sums, only)]
         found = [gap(tuple(gradients), wanted), *(gap(each, aux) for each in seen)]
         out[f"{stages} stages, {count} microbatches of {positions}"] = max(found)
+        (_, (*aux, each)), wanted = jax.jit(jax.value_and_grad(plain_scored, has_aux=True))(
+            (outer, blocks), state, *rest
+        )
+        sums, *gradients = mapped(stages, "gradients", lambda *s: s, scored=True)(outer, blocks, state, *rest)
+        only = mapped(stages, "losses", lambda *s: s[0], scored=True)(outer, blocks, state, *rest)
+        rows, targets, *_ = rest
+        rows = {"tokens": rows["tokens"]}  # without what the score alone reads
+        alone = mapped(stages, "sums", lambda *s: s[1], scored=True)(outer, blocks, state, rows, targets)
+        assert aux[1]["high"] > 0
+        seen = [(s.total, s.scores, s.state) for s in (sums, only)]
+        found = [gap(tuple(gradients), wanted), *(gap(one, tuple(aux)) for one in seen), gap(alone, each)]
+        out[f"{stages} stages, {count} microbatches of {positions}, of rows"] = max(found)
     return out
 
 

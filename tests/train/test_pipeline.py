@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import jax
@@ -35,7 +36,6 @@ from capibara.train.pipelines import check_pipeline, pipeline_notes
             ],
             "first_dense=0",
         ),
-        (["model.num_layers=4", "finetune.method=lora"], "finetune.method=lora"),
     ],
 )
 def test_models_that_cannot_be_divided_are_refused(settings: list[str], said: str) -> None:
@@ -128,6 +128,66 @@ def test_runs_are_those_of_one_device_and_go_on_with_other_stages(tmp_path: Path
     assert own == pytest.approx(bits, rel=1e-5)
 
 
+PAIRS = """
+import json, sys
+from pathlib import Path
+import jax, numpy as np
+from tiny_run import tiny_config
+from capibara.core import ModularCapibaraModel
+from capibara.sharding import Layout
+from capibara.train import checkpoint_store, read_metrics, restore_model, train
+from capibara.train.examples import load_data
+from capibara.train.progress import SilentReporter
+
+base = Path(sys.argv[1])
+settings = ("model.num_layers=4", "train.batch_size=8", "train.eval_every=4", "train.log_every=1", "train.steps=4",
+            "precision.compute_dtype=float32", "model.vocab_size=256", "finetune.objective=dpo", "finetune.beta=0.3",
+            "data.validation_fraction=0.2", "optimizer.learning_rate=1e-2",
+            f"data.paths=[{json.dumps(str(base / 'pairs.jsonl'))}]")
+
+def run(name, *more, devices=None):
+    config = tiny_config(base / name, *settings, *more)
+    train(config, ModularCapibaraModel(config), load_data(config.data, objective="dpo"), devices=devices,
+          measure_utilisation=False, reporter=SilentReporter())
+    entries = list(read_metrics(base / name / "metrics.jsonl"))
+    steps = [[e[key] for key in ("loss", "grad_norm", "accuracy", "margin")] for e in entries if e["kind"] == "train"]
+    validations = [e["bits_per_byte"] for e in entries if e["kind"] == "validation"]
+    params, _ = restore_model(checkpoint_store(base / name).newest(), ModularCapibaraModel(config))
+    return steps, validations, np.load(base / name / "reference.npy"), jax.device_get(params)
+
+low = ("finetune.method=lora", "finetune.rank=2")
+stages = Layout(mesh=(("data", 2), ("pipeline", 2)), microbatches=2).overrides()
+out = {}
+for name, more in (("full", ()), ("adapters", low)):
+    one, many = run(f"{name} one", *more, devices=jax.devices()[:1]), run(f"{name} stages", *more, *stages)
+    moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), one[3], many[3])
+    out[name] = {"one": one[:2], "stages": many[:2], "params": max(jax.tree.leaves(moved)),
+                 "reference": [one[2].tolist(), many[2].tolist()]}
+print("RESULT", json.dumps(out))
+"""
+
+
+@pytest.mark.slow  # four runs, each with its programs
+def test_preferences_over_stages_are_those_of_one_device(tmp_path: Path) -> None:
+    pytest.importorskip("grain")
+    pairs = [{"prompt": f"{n}? ", "chosen": "yes" if n % 2 else "no", "rejected": "?"} for n in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    seen = run_apart(PAIRS, str(tmp_path), XLA_FLAGS=emulated(4, quick=True))
+    for name in ("full", "adapters"):
+        found = seen[name]
+        # All pairs in their order, those held out among them.
+        wanted, own = found["reference"]
+        assert np.shape(own) == (40, 2)
+        assert np.std(wanted) > 0.5
+        np.testing.assert_allclose(own, wanted, rtol=1e-5)
+        (steps, bits), (own_steps, own_bits) = found["one"], found["stages"]
+        np.testing.assert_allclose(own_steps, steps, rtol=2e-4, atol=2e-5)
+        assert len(bits) == 1
+        np.testing.assert_allclose(own_bits, bits, rtol=1e-5)
+        assert steps[-1][0] < np.log(2) - 0.01 < steps[0][0]
+        assert found["params"] < 3e-4
+
+
 LOSSES = """
 import json
 import jax, jax.numpy as jnp, numpy as np
@@ -172,6 +232,27 @@ def dropped():
     again = two(params)[0]
     return [float(size), float((ends[1] - ends[0]) / 2e-2), float(value), float(again)]
 
+def partly():
+    # The gradient of some parameters alone, as adapters are trained.
+    (one, params, *_), (two, *_, state, model) = both("precision.compute_dtype=float32", train=False)
+    def loss(part):
+        return model.loss({**params, **part}, {"tokens": tokens}, state=state, train=False)[0]
+    gaps, wanted = [], one(params)[1]
+    for name in ("blocks", "final_norm"):
+        found = jax.jit(jax.grad(loss))({name: params[name]})
+        pairs = zip(jax.tree.leaves(found[name]), jax.tree.leaves(wanted[name]), strict=True)
+        gaps += [float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))) for a, b in pairs]
+    return [max(gaps), len(gaps)]
+
+def differentiated():
+    _, (_, params, state, model) = both("finetune.objective=dpo")
+    from capibara.core.preferences import pair_log_probs
+    batch = {"tokens": tokens, "segments": np.ones_like(tokens), "weights": np.ones(tokens.shape, "float32")}
+    try:
+        jax.grad(lambda p: jnp.sum(pair_log_probs(model, p, batch, state=state)))(params)
+    except InputError as error:
+        return str(error)
+
 def refused():
     _, (_, params, state, model) = both()
     said = []
@@ -187,7 +268,8 @@ def refused():
         said.append(str(error))
     return said
 
-print("RESULT", json.dumps({"wide": wide(), "dropped": dropped(), "refused": refused()}))
+print("RESULT", json.dumps({"wide": wide(), "dropped": dropped(), "refused": refused(), "partly": partly(),
+                            "differentiated": differentiated()}))
 """
 
 
@@ -201,5 +283,9 @@ def test_a_wide_stream_dropout_and_tokens_without_targets() -> None:
     norm, slope, value, again = seen["dropped"]
     assert slope == pytest.approx(norm, rel=0.01)
     assert value == again
+    gap, compared = seen["partly"]
+    assert gap < 1e-4
+    assert compared > 5
+    assert "'pipeline'" in seen["differentiated"]
     assert len(seen["refused"]) == 4
     assert all("tokens has shape" in said for said in seen["refused"])

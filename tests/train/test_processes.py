@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from tiny_model import TinyModel
 from tiny_run import QUICK_COMPILE, TEXT, TINY, tiny_config, tiny_corpus
 
 from capibara.errors import ConfigError
-from capibara.launch import launch_processes
+from capibara.launch import Membership, launch_processes
 from capibara.sharding import Layout
 from capibara.train import Placement, checkpoint_store, read_losses, read_metrics, restore_model, train
 from capibara.train.errors import DataError, ProcessesError, RunLockedError
@@ -183,6 +184,37 @@ def test_four_processes_then_two_then_one(tmp_path: Path) -> None:
     report = train(config, TinyModel(config), tiny_corpus(), measure_utilisation=False)
     assert report.start_step == again[0]["report"]["step"] > again[0]["report"]["start_step"]
     check_same(folder, one, accumulated=True)
+
+
+@pytest.mark.slow
+def test_without_a_launcher_the_others_learn_of_a_kill_in_a_save_in_half_a_minute(tmp_path: Path) -> None:
+    """As on several machines, where only heartbeats tell."""
+    folder, failing = tmp_path / "run", {"FAIL_IN_A_SAVE": "kill"}
+    (tmp_path / "specs.json").write_text(
+        json.dumps([{"directory": str(folder), "settings": overrides(LAYOUTS["fsdp"])}])
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILE} --xla_force_host_platform_device_count=2"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(tmp_path / "specs.json")],
+            env={**os.environ, "XLA_FLAGS": flags, **failing, **Membership(address, 2, index).variables()},
+            stderr=subprocess.DEVNULL,
+        )
+        for index in range(2)
+    ]
+    try:
+        assert processes[1].wait(timeout=300) == -signal.SIGKILL
+        begun = time.monotonic()
+        assert processes[0].wait(timeout=120) != 0
+        assert time.monotonic() - begun < 30
+    finally:
+        for one in processes:
+            one.kill()
+            one.wait()
+    assert checkpoint_store(folder).steps() == [4]
 
 
 @pytest.mark.slow

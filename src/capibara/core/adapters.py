@@ -20,6 +20,7 @@ __all__ = [
     "dequantise_base",
     "factor_names",
     "is_adapter",
+    "joined",
     "merge_adapters",
     "only_adapters",
     "quantise_base",
@@ -90,6 +91,15 @@ def add_adapters(params: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict
     for key, value in adapters.items():
         both[key] = add_adapters(params[key], value) if isinstance(value, Mapping) else value
     return both
+
+
+def joined(part: Any, whole: Any) -> Any:
+    """``whole`` with the values of ``part``, which is nested like it, where that is not ``None``."""
+    import jax
+
+    return jax.tree.map(
+        lambda new, old: old if new is None else new, part, whole, is_leaf=lambda leaf: leaf is None
+    )
 
 
 def merge_adapters(params: Mapping[str, Any], scale: float) -> dict[str, Any]:

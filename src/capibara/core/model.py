@@ -44,6 +44,7 @@ from capibara.core.paged import (
     page_width,
 )
 from capibara.core.pipelined import PipelinedLoss, stages_of
+from capibara.core.preferences import check_pairs, preference_loss, without_reference
 from capibara.core.texts import Texts, check_targets, texts_of
 from capibara.data import ByteTokenizer, FileTokenizer, Tokenizer, TokenizerError
 
@@ -474,17 +475,19 @@ class ModularCapibaraModel:
         import jax.numpy as jnp
 
         require_decoder(self.config.model, "the loss of next tokens")
-        if self.config.finetune.objective == "dpo":
-            from capibara.core.preferences import preference_loss
-
+        staged, pairs = self.loss_of_microbatches, self.config.finetune.objective == "dpo"
+        if pairs and staged is not None:
+            check_pairs(batch, reference=True)
+            arrays = texts_of(without_reference(batch)).arrays() | {"reference": batch["reference"]}
+            return staged(params, staged.cut(arrays), state=state, key=key, train=train)
+        if pairs:
             loss, metrics = preference_loss(self, params, batch, state=state, key=key, train=train)
             return loss, (dict(state), metrics)
         texts = texts_of(batch)
         tokens = texts.tokens
         check_targets(tokens.shape)
-        if self.loss_of_microbatches is not None:
-            parts = self.loss_of_microbatches.cut(texts.arrays())
-            return self.loss_of_microbatches(params, parts, state=state, key=key, train=train)
+        if staged is not None:
+            return staged(params, staged.cut(texts.arrays()), state=state, key=key, train=train)
         with self.backend.scope():
             inputs, targets, weights = texts.without_last(), tokens[:, 1:], texts.target_weights()
             parts = parts_of(self.config, inputs.tokens, self.backend.mesh, self.backend.rules)

@@ -2,7 +2,7 @@
 
 The model is cut into what comes before its blocks, a stage of them, and what comes after; the schedule is
 :mod:`capibara.ops.collective.pipeline`. It computes loss and gradients at once, so that a loss which is differentiated
-has its gradients already.
+has its gradients already: of the parameters that it is differentiated by, and of no others.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from capibara.compose import CompiledModel, compile
 from capibara.compose.backends.meshes import free_axes
+from capibara.compose.errors import InputError
 from capibara.compose.physical.explicit import automatic_mesh
 from capibara.compose.physical.sharding import constrain
 from capibara.config import ModularModelConfig
+from capibara.core.adapters import joined
 from capibara.core.decoder import build_entry, build_exit, build_stage, groups_of
-from capibara.core.loss import parts_of, total_loss
+from capibara.core.loss import losses_of, parts_of, total_loss
+from capibara.core.preferences import answer_sums, check_pairs, mean_scores, pair_scores, without_reference
 from capibara.core.texts import check_targets, texts_of
 from capibara.errors import ConfigError
 
@@ -44,16 +47,6 @@ def check_stages(config: ModularModelConfig, stages: int) -> None:
     """
     model = config.model
     said = f"the mesh axis 'pipeline' has {stages} devices, "
-    if config.finetune.objective == "dpo":
-        raise ConfigError(
-            f"{said}and finetune.objective=dpo compares pairs of answers, for which there is no pipeline. Use the axes "
-            "data, fsdp or model"
-        )
-    if config.finetune.method != "full":
-        raise ConfigError(
-            f"{said}and finetune.method={config.finetune.method} trains adapters alone, for which there is no "
-            "pipeline. Use the axes data, fsdp or model"
-        )
     if model.experts.first_dense and model.experts.count:
         raise ConfigError(
             f"{said}and model.experts.first_dense={model.experts.first_dense} makes the first blocks others than the "
@@ -87,14 +80,15 @@ class PipelinedLoss:
         self.config, self.backend = config, backend
         self.mesh: Any = automatic_mesh(backend.mesh)
         self.stages = stages_of(self.mesh)
+        self.pairs = config.finetune.objective == "dpo"
         check_stages(config, self.stages)
         self._part = cache(self._compiled)
 
     def _compiled(self, part: str, flag: bool) -> CompiledModel:
-        model = self.config.model
+        model, finetune = self.config.model, self.config.finetune
         built = {
             "entry": lambda: build_entry(model, ragged=flag),
-            "stage": lambda: build_stage(model, self.stages, ragged=flag),
+            "stage": lambda: build_stage(model, self.stages, finetune=finetune, ragged=flag),
             "exit": lambda: build_exit(model, head=flag),
         }[part]()
         return compile(built, self.backend)
@@ -104,26 +98,55 @@ class PipelinedLoss:
     ) -> tuple[jax.Array, tuple[Any, dict[str, jax.Array]]]:
         """As :meth:`~capibara.core.ModularCapibaraModel.loss`, for arrays ``[microbatches, batch, sequence + 1]``.
 
-        The loss is the mean over microbatches, each of which counts as much as its tokens do.
+        The loss is the mean over microbatches, each of which counts as much as its tokens do; of pairs
+        (``finetune.objective=dpo``), which each count alike, the batch also has ``reference [microbatches, batch, 2]``.
         """
         import jax
 
         check_targets(batch["tokens"].shape[1:])
+        if self.pairs:
+            check_pairs(batch, reference=True)
         with self.backend.scope():
-            given = jax.vmap(_prepared)(dict(batch))
-            loss = jax.custom_vjp(partial(self._run, train, False))
-            loss.defvjp(partial(self._run, train, True), _pull)
+            given = jax.vmap(self._prepared)(dict(batch))
+            loss = jax.custom_vjp(partial(self._run, train, None))
+            loss.defvjp(partial(self._differentiated, train), _pull, symbolic_zeros=True)
             value, after, metrics = loss(dict(params), given, state, key)
         return value, (after, metrics)
+
+    def pair_log_probs(
+        self, params: Mapping[str, Any], batch: Mapping[str, Any], *, state: Any, key: Any, train: bool
+    ) -> jax.Array:
+        """As :func:`capibara.core.preferences.pair_log_probs`.
+
+        Raises:
+            InputError: it is differentiated.
+        """
+        import jax
+
+        check_targets(batch["tokens"].shape)
+
+        def log_probs(params: Any, given: Any, state: Any, key: Any) -> Any:
+            rows, targets = given
+            run = self._mapped("sums", "segments" in rows, train, 3, lambda whole, own: whole)
+            return -self._uncut(run(None, None, *_divided(params), state, rows, targets, key))
+
+        def refuse(*_: Any) -> Any:
+            raise InputError(
+                "pair_log_probs: got a derivative over the mesh axis 'pipeline', expected the values alone. "
+                "Differentiate model.loss, or use other axes"
+            )
+
+        with self.backend.scope():
+            function = jax.custom_vjp(log_probs)
+            function.defvjp(refuse, refuse)
+            return function(dict(params), jax.vmap(self._prepared)(self.cut(batch)), state, key)
 
     def cut(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """``[batch, …]`` as ``[microbatches, …]``: at most twice as many as stages, as the data axes allow."""
         import jax
         import numpy as np
 
-        rows = np.shape(batch["tokens"])[0]
-        sizes = self.mesh.shape
-        data = math.prod(sizes.get(axis, 1) for axis in ("data", "fsdp", "expert"))
+        rows, data = np.shape(batch["tokens"])[0], self._data
         each = rows // data if rows % data == 0 else 1
         count = max(n for n in range(1, 2 * self.stages + 1) if each % n == 0)
         # Each microbatch has rows of all devices along the data axes: none is moved.
@@ -136,55 +159,124 @@ class PipelinedLoss:
             dict(batch),
         )
 
-    def _run(self, train: bool, back: bool, params: Any, given: Any, state: Any, key: Any) -> Any:
+    def _uncut(self, found: Any) -> Any:
+        """``[microbatches, …]`` as ``[batch, …]``, in the order of the rows that :meth:`cut` was given."""
+        count, each = found.shape[:2]
+        if count == 1:
+            return found[0]
+        apart = found.reshape(count, self._data, each // self._data, *found.shape[2:])
+        return apart.swapaxes(0, 1).reshape(count * each, *found.shape[2:])
+
+    @property
+    def _data(self) -> int:
+        """Devices that have rows of their own."""
+        return math.prod(self.mesh.shape.get(axis, 1) for axis in ("data", "fsdp", "expert"))
+
+    def _prepared(self, batch: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Of one microbatch the inputs of the model, and the targets with their weights."""
+        texts = texts_of(without_reference(batch) if self.pairs else batch)
+        weights = texts.target_weights()
+        targets = {"tokens": texts.tokens[:, 1:]} | ({} if weights is None else {"weights": weights})
+        rows = texts.without_last().inputs()
+        if self.pairs:
+            targets["segments"] = texts.segments[:, 1:]
+            rows |= {name: batch[name] for name in ("reference",) if name in batch}
+        return rows, targets
+
+    def _mapped(self, method: str, ragged: bool, train: bool, more: int, specs: Any) -> Any:
+        """A method of the pipeline, over the devices of the stages.
+
+        The function has the arguments ``(outer, blocks, *others, state, …)``: parameters that are differentiated, and
+        the others, both as :func:`_divided` gives them, with ``None`` for those that are not among them.
+
+        Args:
+            more: how many arguments come after the state; all devices get them whole.
+            specs: ``(whole, own) ->`` the specifications of what the method gives.
+        """
+        import jax
+        from jax.sharding import PartitionSpec
+
+        def run(outer: Any, blocks: Any, others: Any, other_blocks: Any, *rest: Any) -> Any:
+            return getattr(self._pipeline(ragged, train, others, other_blocks), method)(outer, blocks, *rest)
+
+        whole, own = PartitionSpec(), PartitionSpec(AXIS)
+        mapped = jax.shard_map(
+            run,
+            mesh=self.mesh if jax.sharding.get_abstract_mesh().empty else None,
+            in_specs=(whole, own, whole, own, own, *(whole for _ in range(more))),
+            out_specs=specs(whole, own),
+            axis_names={axis for axis, size in self.mesh.shape.items() if axis == AXIS or size == 1},
+            check_vma=False,  # nothing is differentiated through it
+        )
+        return jax.jit(mapped, inline=True)
+
+    def _differentiated(self, train: bool, *given: Any) -> Any:
+        """:meth:`_run` of what ``jax.custom_vjp`` gives with ``symbolic_zeros``."""
+        import jax
+
+        wanted = jax.tree.map(lambda leaf: leaf.perturbed, given[0])
+        return self._run(train, wanted, *jax.tree.map(lambda leaf: leaf.value, given))
+
+    def _run(self, train: bool, wanted: Any, params: Any, given: Any, state: Any, key: Any) -> Any:
+        """``(loss, state, metrics)``; with ``wanted`` also gradients.
+
+        Args:
+            wanted: nested like the parameters, whether there is to be a gradient of each; None: of none.
+        """
         import jax
         import jax.numpy as jnp
-        from jax.sharding import PartitionSpec
+
+        from capibara.ops.collective.pipeline import Sums
 
         rows, targets = given
         ragged = "segments" in rows
         weights = targets.get("weights")
         count = targets["tokens"].shape[0]
-        if weights is None:
+        if self.pairs or weights is None:
             share = jnp.full((count,), 1 / count, jnp.float32)
-            scale = jnp.float32(1 / targets["tokens"].size)
+            each = targets["tokens"].shape[:2] if self.pairs else targets["tokens"].shape
+            scale = jnp.float32(1 / math.prod(each))
         else:
             sums = jnp.sum(weights, axis=(1, 2), dtype=jnp.float32)
             total = jnp.sum(sums)
             scale = jnp.where(total == 0, 0, 1 / jnp.where(total == 0, 1, total))
             share = sums * scale
-        blocks = {"blocks": params["blocks"]}
-        outer = {name: value for name, value in params.items() if name != "blocks"}
-        pipeline = self._pipeline(ragged, train)
-        whole, own = PartitionSpec(), PartitionSpec(AXIS)
-        sums_of = type_of_sums(whole, own)
-        names = {axis for axis, size in self.mesh.shape.items() if axis == AXIS or size == 1}
-        mapped = jax.shard_map(
-            pipeline.gradients if back else pipeline.losses,
-            mesh=self.mesh if jax.sharding.get_abstract_mesh().empty else None,
-            in_specs=(whole, own, own, whole, whole, whole, whole, whole),
-            out_specs=(sums_of, whole, own) if back else sums_of,
-            axis_names=names,
-            check_vma=False,  # nothing is differentiated through it
-        )
-        found = jax.jit(mapped, inline=True)(outer, blocks, state, rows, targets, scale, share, key)
-        sums, *gradients = found if back else (found,)
-        metrics = {"cross_entropy": sums.total.astype(self.config.precision.accumulate_dtype)}
-        value = metrics["cross_entropy"]
-        if "auxiliary_loss" in sums.extras:
+        part, rest = None, params
+        if wanted is not None:
+            part = jax.tree.map(lambda leaf, of: leaf if of else None, params, wanted)
+            rest = jax.tree.map(lambda leaf, of: None if of else leaf, params, wanted)
+
+        def specs(whole: Any, own: Any) -> Any:
+            sums = Sums(whole, whole, own, whole)
+            return sums if part is None else (sums, whole, own)
+
+        run = self._mapped("losses" if part is None else "gradients", ragged, train, 5, specs)
+        found = run(*_divided(part), *_divided(rest), state, rows, targets, scale, share, key)
+        sums, *gradients = (found,) if part is None else found
+        wide = self.config.precision.accumulate_dtype
+        value, after = sums.total.astype(wide), sums.state
+        if self.pairs:
+            # As without stages, their loss is that of answers alone, and leaves the state as it was.
+            metrics = mean_scores(sums.scores, weights, targets["segments"])
+            metrics = {name: each.astype(wide) for name, each in metrics.items()}
+            after = state
+        else:
+            metrics = {"cross_entropy": value}
+        if not self.pairs and "auxiliary_loss" in sums.extras:
             value = value + sums.extras["auxiliary_loss"].astype(value.dtype)
             kinds = self.config.model.block_kinds.count("vq")
             metrics["auxiliary_loss"] = sums.extras["auxiliary_loss"]
             metrics["codebook_perplexity"] = sums.extras["perplexity"] / kinds
             metrics["codebook_usage"] = sums.extras["usage"] / kinds
-        out = value, sums.state, metrics
-        if not back:
+        out = value, after, metrics
+        if part is None:
             return out
         of_outer, of_blocks = gradients
-        of_params = jax.tree.map(lambda g, p: g.astype(p.dtype), {**of_outer, **of_blocks}, dict(params))
+        of_params = jax.tree.map(lambda g, p: g.astype(p.dtype), {**of_outer, **of_blocks}, part)
         return out, of_params
 
-    def _pipeline(self, ragged: bool, train: bool) -> Any:
+    def _pipeline(self, ragged: bool, train: bool, others: Any, other_blocks: Any) -> Any:
+        """The pipeline of a part of the parameters; ``others`` and ``other_blocks`` are not differentiated."""
         import jax
         import jax.numpy as jnp
 
@@ -194,14 +286,15 @@ class PipelinedLoss:
         own = {path[0] for path in entry.params}
 
         def enter(outer: Any, rows: Any, key: Any) -> Any:
-            params = {name: value for name, value in outer.items() if name in own}
+            params = {name: value for name, value in joined(outer, others).items() if name in own}
             inputs = {name: rows[name] for name in entry.input_keys}
             return entry.apply(params, inputs, key=key, train=train)["output"]
 
         def run(blocks: Any, x: Any, rows: Any, state: Any, key: Any) -> Any:
             inputs, states = _with_stream(stage, x, state)
             inputs |= {name: rows[name] for name in stage.input_keys if name != "stream"}
-            out, after = stage.apply(blocks, inputs, state=states, key=key, train=train)
+            params = joined(blocks, other_blocks)
+            out, after = stage.apply(params, inputs, state=states, key=key, train=train)
             after = {name: value for name, value in after.items() if name != "stream"}
             extras = {name: jnp.float32(out[name]) for name in _EXTRAS if name in out}
             return out["output"], after, extras
@@ -212,10 +305,16 @@ class PipelinedLoss:
                 return constrain(tree, names, self.mesh, self.backend.rules)
             axes = self._axes
             axes = {name: axes[name] for name in tree}
-            return jax.tree.map(self._place_one, tree, axes)
+            return jax.tree.map(self._place_one, tree, axes, is_leaf=lambda leaf: leaf is None)
 
-        counted = "auxiliary_loss" if "vq" in self.config.model.block_kinds else None
-        return Pipeline(AXIS, enter, run, self._leave, counted, place)
+        def leave(outer: Any, x: Any, targets: Any) -> Any:
+            return self._leave(joined(outer, others), x, targets)
+
+        def score(sums: Any, rows: Any) -> Any:
+            return pair_scores(-sums, rows["reference"], self.config.finetune.beta)
+
+        counted = "auxiliary_loss" if "vq" in self.config.model.block_kinds and not self.pairs else None
+        return Pipeline(AXIS, enter, run, leave, counted, place, score if self.pairs else None)
 
     @property
     def _axes(self) -> dict[str, Any]:
@@ -228,18 +327,20 @@ class PipelinedLoss:
         import jax
 
         free = free_axes(self.mesh)
-        if free is None or not names:
+        if array is None or free is None or not names:
             return array
         spec = self.backend.rules.spec(names, free, array.shape)
         return jax.lax.with_sharding_constraint(array, spec)
 
     def _leave(self, outer: Any, x: Any, targets: Any) -> Any:
-        """The sum of the losses of the tokens of ``x``, weighted."""
+        """The sum of the losses of the tokens of ``x``, weighted; of pairs those of both answers of each."""
         import jax
         import jax.numpy as jnp
 
         tokens, weights = targets["tokens"], targets.get("weights")
         parts = parts_of(self.config, tokens, self.backend.mesh, self.backend.rules)
+        if self.pairs and parts is not None and (parts.batch or parts.sequence or parts.vocab):
+            parts = None  # the losses of single tokens are not computed in parts of a mesh
         exit = self._part("exit", parts is None)
         own = {path[0] for path in exit.params}
         inputs, states = _with_stream(exit, x, {})
@@ -247,17 +348,30 @@ class PipelinedLoss:
             inputs["table"] = outer["embedding"]["weight"]
         params = {name: value for name, value in outer.items() if name in own}
         out, _ = exit.apply(params, inputs, state=states)
-        if parts is not None:
+        if parts is None:
+            logits = out["logits"]
+            # Without a gather, which XLA cannot split over a part of a mesh with three axes.
+            own_entry = jnp.arange(logits.shape[-1]) == tokens[..., None]
+            chosen = jnp.sum(jnp.where(own_entry, logits, 0), axis=-1)
+            losses = jax.nn.logsumexp(logits, axis=-1) - chosen
+        elif self.pairs:
+            losses = losses_of(self.config, outer, out["hidden"], tokens)
+        else:
             return total_loss(self.config, outer, out["hidden"], tokens, parts, weights=weights)
-        logits = out["logits"]
-        # Without a gather, which XLA cannot split over a part of a mesh with three axes.
-        own_entry = jnp.arange(logits.shape[-1]) == tokens[..., None]
-        chosen = jnp.sum(jnp.where(own_entry, logits, 0), axis=-1)
-        losses = jax.nn.logsumexp(logits, axis=-1) - chosen
+        if self.pairs:
+            return answer_sums(losses, weights, targets["segments"])
         if weights is None:
             return jnp.sum(losses)
         # Not 0 times the loss: it may be infinite where nothing is to be predicted.
         return jnp.sum(jnp.where(weights == 0, 0, losses * weights.astype(losses.dtype)))
+
+
+def _divided(params: Any) -> tuple[Any, Any]:
+    """The parameters outside of the blocks, and those of the blocks; of None, None."""
+    if params is None:
+        return None, None
+    outer = {name: value for name, value in params.items() if name != "blocks"}
+    return outer, {"blocks": params["blocks"]}
 
 
 def _with_stream(
@@ -269,23 +383,11 @@ def _with_stream(
     return {}, {**state, "stream": x}
 
 
-def type_of_sums(whole: Any, own: Any) -> Any:
-    """The shardings of what a pipeline gives: the state is divided as the stages are."""
-    from capibara.ops.collective.pipeline import Sums
-
-    return Sums(whole, whole, own)
-
-
-def _prepared(batch: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of one microbatch the inputs of the model, and the targets with their weights."""
-    texts = texts_of(batch)
-    weights = texts.target_weights()
-    targets = {"tokens": texts.tokens[:, 1:]} | ({} if weights is None else {"weights": weights})
-    return texts.without_last().inputs(), targets
-
-
 def _pull(gradients: Any, cotangents: Any) -> Any:
     import jax
+    from jax.custom_derivatives import SymbolicZero
 
     of_loss = cotangents[0]
+    if isinstance(of_loss, SymbolicZero):
+        return None, None, None, None
     return jax.tree.map(lambda g: (g * of_loss).astype(g.dtype), gradients), None, None, None

@@ -7,6 +7,7 @@ much likelier each has become than under a reference, the model before training.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,16 @@ if TYPE_CHECKING:
 
     from capibara.core.model import ModularCapibaraModel
 
-__all__ = ["dpo_loss", "pair_log_probs", "preference_loss"]
+__all__ = [
+    "answer_sums",
+    "check_pairs",
+    "dpo_loss",
+    "mean_scores",
+    "pair_log_probs",
+    "pair_scores",
+    "preference_loss",
+    "without_reference",
+]
 
 
 def dpo_loss(policy: Any, reference: Any, beta: float) -> jax.Array:
@@ -32,6 +42,76 @@ def dpo_loss(policy: Any, reference: Any, beta: float) -> jax.Array:
 
     change = policy - reference
     return -jax.nn.log_sigmoid(beta * (change[:, 0] - change[:, 1]))
+
+
+def without_reference(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays of a batch of pairs that the model is given."""
+    return {name: array for name, array in batch.items() if name != "reference"}
+
+
+def check_pairs(batch: Mapping[str, Any], *, reference: bool) -> None:
+    """Refuse a batch that is not one of pairs.
+
+    Args:
+        batch: as for :func:`pair_log_probs`. reference: it needs that too.
+
+    Raises:
+        InputError: an array is missing.
+    """
+    if batch.get("segments") is None or batch.get("weights") is None:
+        raise InputError("a batch of pairs has segments and weights: see capibara.core.preferences")
+    if reference and "reference" not in batch:
+        raise InputError(
+            "finetune.objective=dpo: the batch has no 'reference': log-probabilities [pairs, 2] of the model before "
+            "training, from capibara.core.preferences.pair_log_probs"
+        )
+
+
+def answer_sums(losses: Any, weights: Any, segments: Any) -> jax.Array:
+    """The sums of the losses of both answers of each pair: ``[pairs, 2]``.
+
+    Args:
+        losses, weights, segments: of each target, ``[pairs, sequence]``.
+    """
+    import jax.numpy as jnp
+
+    # Not 0 times the loss: it may be infinite where nothing is to be predicted.
+    counted = jnp.where(weights == 0, 0, losses * weights.astype(losses.dtype))
+    return jnp.stack([jnp.sum(jnp.where(segments == one, counted, 0), axis=1) for one in (1, 2)], axis=1)
+
+
+def pair_scores(policy: Any, reference: Any, beta: float) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Sums over pairs: of their losses, and of what :func:`mean_scores` reports.
+
+    Args:
+        policy, reference, beta: as of :func:`dpo_loss`.
+    """
+    import jax.numpy as jnp
+
+    reference = jnp.asarray(reference).astype(policy.dtype)
+    change = policy - reference
+    margin = beta * (change[:, 0] - change[:, 1])
+    return jnp.sum(dpo_loss(policy, reference, beta)), {
+        "cross_entropy": -jnp.sum(policy[:, 0]),
+        "accuracy": jnp.sum((margin > 0).astype(policy.dtype)),
+        "margin": jnp.sum(margin),
+    }
+
+
+def mean_scores(sums: Mapping[str, Any], weights: Any, segments: Any) -> dict[str, jax.Array]:
+    """The metrics of :func:`preference_loss`, from the sums of :func:`pair_scores` over all pairs.
+
+    Args:
+        weights, segments: of each target of all pairs, ``[…, pairs, sequence]``.
+    """
+    import jax.numpy as jnp
+
+    pairs = math.prod(weights.shape[:-1])
+    tokens = jnp.maximum(jnp.sum(jnp.where(segments == 1, weights, 0)), 1)
+    return {
+        name: value / (tokens.astype(value.dtype) if name == "cross_entropy" else pairs)
+        for name, value in sums.items()
+    }
 
 
 def pair_log_probs(
@@ -51,14 +131,15 @@ def pair_log_probs(
     """
     import jax.numpy as jnp
 
-    texts = texts_of({name: array for name, array in batch.items() if name != "reference"})
-    if texts.segments is None or texts.weights is None:
-        raise InputError("a batch of pairs has segments and weights: see capibara.core.preferences")
-    weights, segments = texts.target_weights(), jnp.asarray(texts.segments)[:, 1:]
+    check_pairs(batch, reference=False)
+    if model.loss_of_microbatches is not None:
+        return model.loss_of_microbatches.pair_log_probs(
+            params, without_reference(batch), state=state, key=key, train=train
+        )
+    texts = texts_of(without_reference(batch))
+    segments = jnp.asarray(texts.segments)[:, 1:]
     losses = model.token_losses(params, texts, state=state, key=key, train=train)
-    # Not 0 times the loss: it may be infinite where nothing is to be predicted.
-    counted = jnp.where(weights == 0, 0, losses * weights.astype(losses.dtype))
-    return -jnp.stack([jnp.sum(jnp.where(segments == one, counted, 0), axis=1) for one in (1, 2)], axis=1)
+    return -answer_sums(losses, texts.target_weights(), segments)
 
 
 def preference_loss(
@@ -81,21 +162,9 @@ def preference_loss(
     """
     import jax.numpy as jnp
 
-    if "reference" not in batch:
-        raise InputError(
-            "finetune.objective=dpo: the batch has no 'reference': log-probabilities [pairs, 2] of the model before "
-            "training, from capibara.core.preferences.pair_log_probs"
-        )
-    beta = model.config.finetune.beta
+    check_pairs(batch, reference=True)
     policy = pair_log_probs(model, params, batch, state=state, key=key, train=train)
-    reference = jnp.asarray(batch["reference"]).astype(policy.dtype)
-    weights = texts_of({k: v for k, v in batch.items() if k != "reference"}).target_weights()
-    chosen = jnp.sum(jnp.where(jnp.asarray(batch["segments"])[:, 1:] == 1, weights, 0))
-    change = policy - reference
-    margin = beta * (change[:, 0] - change[:, 1])
-    metrics = {
-        "cross_entropy": -jnp.sum(policy[:, 0]) / jnp.maximum(chosen, 1).astype(policy.dtype),
-        "accuracy": jnp.mean((margin > 0).astype(policy.dtype)),
-        "margin": jnp.mean(margin),
-    }
-    return jnp.mean(dpo_loss(policy, reference, beta)), metrics
+    total, sums = pair_scores(policy, batch["reference"], model.config.finetune.beta)
+    weights = texts_of(without_reference(batch)).target_weights()
+    metrics = mean_scores(sums, weights, jnp.asarray(batch["segments"])[:, 1:])
+    return total / policy.shape[0], metrics

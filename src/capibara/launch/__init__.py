@@ -5,6 +5,7 @@ from __future__ import annotations
 from capibara.launch.environment import (
     Membership,
     described_by_platform,
+    heartbeat_seconds,
     may_be_fewer,
     read_membership,
 )
@@ -15,6 +16,7 @@ from capibara.launch.supervisor import launch_processes
 __all__ = [
     "Membership",
     "described_by_platform",
+    "heartbeat_seconds",
     "jobset_manifest",
     "launch_processes",
     "may_be_fewer",

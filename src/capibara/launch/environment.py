@@ -19,7 +19,15 @@ from dataclasses import dataclass
 from capibara.errors import ConfigError
 from capibara.startup import has_tpu
 
-__all__ = ["FEWEST", "Membership", "described_by_platform", "may_be_fewer", "read_membership"]
+__all__ = [
+    "FEWEST",
+    "HEARTBEAT",
+    "Membership",
+    "described_by_platform",
+    "heartbeat_seconds",
+    "may_be_fewer",
+    "read_membership",
+]
 
 _NAMES = (
     ("CAPIBARA_COORDINATOR", "CAPIBARA_NUM_PROCESSES", "CAPIBARA_PROCESS_ID"),
@@ -29,6 +37,13 @@ _NAMES = (
 
 FEWEST = "CAPIBARA_MIN_PROCESSES"
 """Set by a launcher that may start fewer processes than it was asked for: how many at least."""
+
+HEARTBEAT = "CAPIBARA_HEARTBEAT_SECONDS"
+"""After how many seconds without a sign of life a process counts as dead, which ends the others."""
+
+# Between machines nothing else tells of a process that was killed: the others would wait for it in a collective
+# operation, or in a barrier of a checkpoint. JAX's own 100 s are more than a restart takes.
+_HEARTBEAT = 20
 
 
 @dataclass(frozen=True)
@@ -86,6 +101,18 @@ def read_membership(environment: Mapping[str, str]) -> Membership | None:
 def may_be_fewer(environment: Mapping[str, str]) -> bool:
     """Whether the launcher of this process may have started fewer processes than the settings were made for."""
     return bool(environment.get(FEWEST))
+
+
+def heartbeat_seconds(environment: Mapping[str, str]) -> int:
+    """After how many seconds without a sign of life the other processes give one up: 20, or what the environment says.
+
+    Raises:
+      ConfigError: the variable is not an integer from 5 to 86400.
+    """
+    text = environment.get(HEARTBEAT) or str(_HEARTBEAT)
+    if not re.fullmatch(r"[0-9]{1,5}", text) or not 5 <= int(text) <= 86400:
+        raise ConfigError(f"{HEARTBEAT}={text!r:.200}: expected seconds, an integer from 5 to 86400")
+    return int(text)
 
 
 def described_by_platform(environment: Mapping[str, str], system: str = "/") -> bool:

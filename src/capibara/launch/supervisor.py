@@ -29,7 +29,7 @@ from typing import IO, Any, BinaryIO
 
 from capibara.errors import ConfigError, printable
 from capibara.launch.devices import device_variables
-from capibara.launch.environment import FEWEST, Membership
+from capibara.launch.environment import FEWEST, HEARTBEAT, Membership
 from capibara.launch.memory import empty_memory, held_memory, memory_variables
 from capibara.launch.slots import Slots
 
@@ -39,6 +39,9 @@ _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _INVALID = 2  # the exit code for invalid input, which stays invalid
 _SOON = 60.0  # seconds after its start in which a failure counts as one of the slot
 _RESTARTS = 10  # of a group that may go on with fewer
+# Seconds until processes give up one of them that stands still. One that ends the launcher sees at once; and those of a
+# machine that was suspended, or of frozen containers, stood still together.
+_PATIENCE = 600
 _POLL = 0.5  # seconds: should a signal of a child's end be lost
 _LONGEST = 1 << 16  # bytes of a line that are waited for
 # What a process runs before its program: it asks the kernel to be killed when its parent is gone, or ends if it is.
@@ -142,6 +145,7 @@ def launch_processes(
     base = dict(os.environ if environment is None else environment)
     own = device_variables(base, count, devices)
     base["PYTHONUNBUFFERED"] = "1"
+    base.setdefault(HEARTBEAT, str(_PATIENCE))
     group = _Group({1: out or sys.stdout.buffer, 2: err or sys.stderr.buffer}, grace)
     if fewest < count:
         base[FEWEST] = str(fewest)

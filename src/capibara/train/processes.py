@@ -30,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import capibara.errors
 from capibara.errors import CapibaraError
-from capibara.launch import described_by_platform, read_membership
+from capibara.launch import described_by_platform, heartbeat_seconds, read_membership
 from capibara.train import errors
 from capibara.train.errors import ProcessesError
 
@@ -50,7 +50,8 @@ def join_processes() -> Processes:
     Equivalent JAX: ``jax.distributed.initialize(coordinator_address, num_processes, process_id)``.
 
     Raises:
-      ConfigError: the environment's variables are incomplete or invalid.
+      ConfigError: the environment's variables are incomplete or invalid (:func:`capibara.launch.heartbeat_seconds`
+        too).
       ProcessesError: the others cannot be reached, or JAX is running already.
     """
     if jax.distributed.is_initialized():
@@ -60,7 +61,10 @@ def join_processes() -> Processes:
         return Processes(1, 0)
     if place is not None and place.count == 1:
         return Processes(1, 0)
-    options: dict[str, Any] = {"shutdown_timeout_seconds": _SHUTDOWN}
+    options: dict[str, Any] = {
+        "shutdown_timeout_seconds": _SHUTDOWN,
+        "heartbeat_timeout_seconds": heartbeat_seconds(os.environ),
+    }
     where = "the processes that the platform describes"
     if place is not None:
         options |= {

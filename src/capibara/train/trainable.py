@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 
+from capibara.core.adapters import joined
+
 __all__ = ["joined", "trained_part"]
 
 
@@ -24,10 +26,3 @@ def trained_part(model: Any, tree: Any) -> Any:
     if kept is None or tree is None:
         return tree
     return jax.tree.map(lambda keep, leaf: leaf if keep else None, kept, tree)
-
-
-def joined(part: Any, whole: Any) -> Any:
-    """``whole`` with the values of ``part`` where it has any."""
-    return jax.tree.map(
-        lambda new, old: old if new is None else new, part, whole, is_leaf=lambda leaf: leaf is None
-    )

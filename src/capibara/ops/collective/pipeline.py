@@ -41,14 +41,16 @@ __all__ = ["Pipeline", "Sums"]
 
 @dataclass(frozen=True)
 class Sums:
-    """Of all microbatches: the loss and other scalars, each times the microbatch's share, and the state after them."""
+    """Of all microbatches: the loss and other scalars, each times the microbatch's share, the state after them, and the
+    scores as they are."""
 
     total: Any
     extras: Any
     state: Any
+    scores: Any
 
 
-jax.tree_util.register_dataclass(Sums, data_fields=["total", "extras", "state"], meta_fields=[])
+jax.tree_util.register_dataclass(Sums, data_fields=["total", "extras", "state", "scores"], meta_fields=[])
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,13 @@ class Pipeline:
       enter: ``(outer, rows, key) -> x``, what the first stage is given of a microbatch.
       stage: ``(blocks, x, rows, state, key) -> (x, state, extras)``; ``blocks`` and ``state`` are this device's, and
         ``extras`` a dict of scalars.
-      leave: ``(outer, x, targets) ->`` the sum of the losses of the tokens of ``x``; ``targets`` are arrays
-        ``[rows, positions]``.
+      leave: ``(outer, x, targets) ->`` the sum of the losses of the tokens of ``x``, or with ``score`` an array of
+        such sums; ``targets`` are arrays ``[rows, positions]``.
       counted: the extra that is added to the loss; the others are only reported.
       place: ``(what, tree) -> tree`` constrains the sharding over other mesh axes of ``"x"`` (also with leading
         dimensions), ``"outer"`` or ``"blocks"``.
+      score: ``(sums, rows) -> (loss, scores)`` for a loss that is not a sum over tokens: of a microbatch, from what
+        ``leave`` gives for all of its tokens, in float32; ``scores`` is a dict of scalars. None: the sum is the loss.
     """
 
     axis: str
@@ -73,6 +77,7 @@ class Pipeline:
     leave: Callable[..., Any]
     counted: str | None = None
     place: Callable[[str, Any], Any] = lambda what, tree: tree
+    score: Callable[[Any, Any], Any] | None = None
 
     def losses(
         self, outer: Any, blocks: Any, state: Any, rows: Any, targets: Any, scale: Any, share: Any, key: Any
@@ -82,7 +87,7 @@ class Pipeline:
         Args:
           outer: the parameters of ``enter`` and ``leave``, the same on all devices. blocks, state: this stage's.
           rows, targets: arrays ``[microbatches, …]``, the same on all devices.
-          scale: what the sum of the losses is multiplied by.
+          scale: what the sum of the losses (with ``score``: each microbatch's loss) is multiplied by.
           share: ``[microbatches]``, what the extras of each are multiplied by.
           key: a random key, or None.
         """
@@ -91,6 +96,18 @@ class Pipeline:
         carry, _ = lax.scan(lambda c, t: (run.tick(c, t, head=False, back=False), ()), carry, run.warm_up)
         carry, _ = lax.scan(lambda c, t: (run.tick(c, t, head=True, back=False), ()), carry, run.steady)
         return run.finish(carry)
+
+    def sums(self, outer: Any, blocks: Any, state: Any, rows: Any, targets: Any, key: Any) -> Any:
+        """What ``leave`` gives for all tokens of each microbatch: arrays ``[microbatches, …]`` in float32.
+
+        Arguments as of :meth:`losses`.
+        """
+        run = _Run(self, outer, blocks, rows, targets, None, None, key)
+        # What only a score reads of the rows need not be there.
+        carry = _varying(self.axis, run.start(state, memory=False, scored=False))
+        carry, _ = lax.scan(lambda c, t: (run.tick(c, t, head=False, back=False), ()), carry, run.warm_up)
+        _, found = lax.scan(run.leaving, carry, run.steady)
+        return jax.tree.map(lambda part: lax.psum(part, self.axis), found)
 
     def gradients(
         self, outer: Any, blocks: Any, state: Any, rows: Any, targets: Any, scale: Any, share: Any, key: Any
@@ -135,7 +152,7 @@ class _Run:
         # The microbatches of which the first stage has the input at one time; one place more is for what is dropped.
         self.slots = min(self.count + 1, 2 * self.stages - 1)
 
-    def start(self, state: Any, *, memory: bool) -> dict[str, Any]:
+    def start(self, state: Any, *, memory: bool, scored: bool = True) -> dict[str, Any]:
         """What a tick carries on, before the first one."""
         first = jax.eval_shape(lambda: self.p.enter(self.outer, _at(self.rows, 0), self._key(0, 0)))
         x = self.p.place("x", jnp.zeros(first.shape, first.dtype))
@@ -147,6 +164,7 @@ class _Run:
             "state": state,
             "total": jnp.zeros((), jnp.float32),
             "extras": jax.tree.map(lambda e: jnp.zeros((), jnp.float32), extras),
+            "scores": self._scores(x) if scored else {},
         }
         if memory:
             kept = self.p.place("x", jnp.zeros((self.slots, *x.shape), x.dtype))
@@ -159,10 +177,8 @@ class _Run:
             }
         return carry
 
-    def tick(
-        self, carry: dict[str, Any], t: Any, *, head: bool, back: bool, keep: bool = False
-    ) -> dict[str, Any]:
-        """A forward pass; with ``head`` also the loss of the last stage's, with ``back`` a backward pass."""
+    def _forward(self, carry: dict[str, Any], t: Any, *, keep: bool = False) -> tuple[dict[str, Any], Any]:
+        """A forward pass; also what this stage gives."""
         number = t - self.here
         active = (number >= 0) & (number < self.count)
         safe = jnp.clip(number, 0, self.count - 1)
@@ -174,25 +190,48 @@ class _Run:
         y = self.p.place("x", y)
         carry = dict(carry)
         carry["state"] = _where(active, after, before)
-        share = jnp.where(active, self.share[safe], 0.0)
-        carry["extras"] = {
-            name: carry["extras"][name] + jnp.where(active, value, 0) * share
-            for name, value in extras.items()
-        }
-        if keep or back:
+        if self.share is not None:
+            share = jnp.where(active, self.share[safe], 0.0)
+            carry["extras"] = {
+                name: carry["extras"][name] + jnp.where(active, value, 0) * share
+                for name, value in extras.items()
+            }
+        if keep:
             place = jnp.where(active, number, self.count) % self.slots
             carry["kept"] = jax.tree.map(
                 lambda ring, new: lax.dynamic_update_index_in_dim(ring, new, place, 0),
                 carry["kept"],
                 (x, before),
             )
+        return carry, y
+
+    def _send(self, carry: dict[str, Any], y: Any) -> None:
+        """What this stage gives, to the next one."""
+        carry["x"] = lax.ppermute(y, self.axis, [(i, i + 1) for i in range(self.stages - 1)])
+
+    def tick(
+        self, carry: dict[str, Any], t: Any, *, head: bool, back: bool, keep: bool = False
+    ) -> dict[str, Any]:
+        """A forward pass; with ``head`` also the loss of the last stage's, with ``back`` a backward pass."""
+        carry, y = self._forward(carry, t, keep=keep or back)
         of_y = None
         if head:
-            carry["total"], of_outer, of_y = self._head(carry["total"], y, t - (self.stages - 1), back)
+            carry["total"], carry["scores"], of_outer, of_y = self._head(
+                carry["total"], carry["scores"], y, t - (self.stages - 1), back
+            )
             if back:
                 carry["of_outer"] = self._added("outer", carry["of_outer"], of_outer)
-        carry["x"] = lax.ppermute(y, self.axis, [(i, i + 1) for i in range(self.stages - 1)])
+        self._send(carry, y)
         return self._backward(carry, t, of_y) if back else carry
+
+    def leaving(self, carry: dict[str, Any], t: Any) -> tuple[dict[str, Any], Any]:
+        """A forward pass, and this device's part of the last stage's sums."""
+        carry, y = self._forward(carry, t)
+        part, own, divided = self._part(y, t - (self.stages - 1))
+        self._send(carry, y)
+        sums = self._left(self.outer, part, own)
+        last = self.here == self.stages - 1
+        return carry, sums if divided else _where(last, sums, jax.tree.map(jnp.zeros_like, sums))
 
     def drain(self, carry: dict[str, Any], t: Any) -> dict[str, Any]:
         """A backward pass alone."""
@@ -222,39 +261,62 @@ class _Run:
         carry["cotangent"] = lax.ppermute(of_x, self.axis, [(i + 1, i) for i in range(self.stages - 1)])
         return carry
 
-    def _head(self, total: Any, y: Any, number: Any, back: bool) -> tuple[Any, Any, Any]:
-        """The loss of the last stage's output, that of microbatch ``number``, added to ``total``; its gradients."""
-        last = self.here == self.stages - 1
+    def _part(self, y: Any, number: Any) -> tuple[Any, Any, bool]:
+        """Of the last stage's output this device's positions, with the targets of microbatch ``number``; and whether
+        they are a part, or all of them on all devices."""
         targets = _at(self.targets, number)
         positions = y.shape[1]
-        divided = positions % self.stages == 0
-        if divided:
-            # What is 0 on all devices but one is scattered by their sum; in float32, as XLA for CPUs has no sum over a
-            # part of the mesh in bfloat16.
-            wide = jnp.where(last, y, 0).astype(jnp.promote_types(y.dtype, jnp.float32))
-            part = lax.psum_scatter(wide, self.axis, scatter_dimension=1, tiled=True).astype(y.dtype)
-            size = positions // self.stages
-            own = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, self.here * size, size, 1), targets)
-            weight = self.scale
+        if positions % self.stages:
+            return y, targets, False
+        # What is 0 on all devices but one is scattered by their sum; in float32, as XLA for CPUs has no sum over a
+        # part of the mesh in bfloat16.
+        last = self.here == self.stages - 1
+        wide = jnp.where(last, y, 0).astype(jnp.promote_types(y.dtype, jnp.float32))
+        part = lax.psum_scatter(wide, self.axis, scatter_dimension=1, tiled=True).astype(y.dtype)
+        size = positions // self.stages
+        own = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, self.here * size, size, 1), targets)
+        return part, own, True
+
+    def _left(self, outer: Any, x: Any, targets: Any) -> Any:
+        return self.p.leave(outer, x, targets).astype(jnp.float32)
+
+    def _head(self, total: Any, scores: Any, y: Any, number: Any, back: bool) -> tuple[Any, Any, Any, Any]:
+        """The loss of the last stage's output, that of microbatch ``number``, added to ``total``, and its scores;
+        its gradients."""
+        last = self.here == self.stages - 1
+        part, own, divided = self._part(y, number)
+        if back:
+            sums, pull = jax.vjp(lambda outer, x: self._left(outer, x, own), self.outer, part)
         else:
-            part, own, weight = y, targets, jnp.where(last, self.scale, 0)
-
-        def loss(outer: Any, x: Any) -> Any:
-            return self.p.leave(outer, x, own).astype(jnp.float32)
-
-        if not back:
-            value = loss(self.outer, part)
-            return total + (value * weight if divided else jnp.where(last, value * weight, 0)), None, None
-        value, pull = jax.vjp(loss, self.outer, part)
-        of_outer, of_part = pull(jnp.asarray(weight, value.dtype))
+            sums, pull = self._left(self.outer, part, own), None
+        if self.p.score is None:
+            counted = True if divided else last
+            weight = jnp.where(counted, self.scale, 0)
+            total = total + jnp.where(counted, sums * weight, 0)
+        else:
+            rows = _at(self.rows, number)
+            whole = lax.psum(sums, self.axis) if divided else sums
+            (value, more), of_sums = jax.value_and_grad(self.p.score, has_aux=True)(whole, rows)
+            weight = of_sums * self.scale
+            total = total + jnp.where(last, value * self.scale, 0)
+            scores = {name: scores[name] + jnp.where(last, found, 0) for name, found in more.items()}
+        if pull is None:
+            return total, scores, None, None
+        of_outer, of_part = pull(jnp.asarray(weight, sums.dtype))
         if not divided:
             of_outer = _where(last, of_outer, jax.tree.map(jnp.zeros_like, of_outer))
-            return total + jnp.where(last, value * weight, 0), of_outer, of_part
-        return (
-            total + value * weight,
-            of_outer,
-            self.p.place("x", lax.all_gather(of_part, self.axis, axis=1, tiled=True)),
-        )
+            return total, scores, of_outer, of_part
+        whole = self.p.place("x", lax.all_gather(of_part, self.axis, axis=1, tiled=True))
+        return total, scores, of_outer, whole
+
+    def _scores(self, x: Any) -> dict[str, Any]:
+        """Where scores are added up, before the first one."""
+        score = self.p.score
+        if score is None:
+            return {}
+        rows, targets = _at(self.rows, 0), _at(self.targets, 0)
+        names = jax.eval_shape(lambda: score(self._left(self.outer, x, targets), rows)[1])
+        return {name: jnp.zeros((), jnp.float32) for name in names}
 
     def _added(self, what: str, sums: Any, more: Any, active: Any = None) -> Any:
         def add(total: Any, new: Any) -> Any:
@@ -271,9 +333,8 @@ class _Run:
         return jax.random.fold_in(own, self.here + 1 if part else 0)
 
     def finish(self, carry: dict[str, Any]) -> Sums:
-        extras = {name: lax.psum(value, self.axis) for name, value in carry["extras"].items()}
-        total = lax.psum(carry["total"], self.axis)
-        return Sums(total, extras, carry["state"])
+        whole = {name: lax.psum(carry[name], self.axis) for name in ("total", "extras", "scores")}
+        return Sums(state=carry["state"], **whole)
 
 
 def _at(tree: Any, index: Any) -> Any:

@@ -112,8 +112,12 @@ def _counted(model: Any, finetune: Any) -> Parameters:
     return Parameters(every, experts, trained, codes)
 
 
-def step_flops(config: ModularModelConfig) -> float:
-    """Floating-point operations of one optimizer step, without rematerialisation (the usual base of utilisation)."""
+def step_flops(config: ModularModelConfig, *, training: bool = True) -> float:
+    """Floating-point operations of one optimizer step, without rematerialisation (the usual base of utilisation).
+
+    Args:
+      training: False: of its forward pass alone.
+    """
     from capibara.core.adapters import adapter_products
     from capibara.core.flops import flops_per_token
 
@@ -121,7 +125,7 @@ def step_flops(config: ModularModelConfig) -> float:
     adapters = None
     if config.finetune.method != "full":
         adapters = adapter_products(model_specs(config).params, config.model.experts)
-    return flops_per_token(config.model, config.train.sequence_length, adapters=adapters) * tokens
+    return flops_per_token(config.model, config.train.sequence_length, training, adapters=adapters) * tokens
 
 
 def estimate_time(config: ModularModelConfig, layout: Layout, target: Target) -> Estimate:
@@ -251,12 +255,13 @@ def _of_stages(config: ModularModelConfig, layout: Layout, target: Target) -> Es
     tokens = t.batch_size * t.sequence_length * model / inner.num_devices  # of a device
     # Scores and losses are divided among the stages.
     others = 1 - 1 / layout.stages
-    head = 6 * m.embed_dim * m.vocab_size * tokens / model
-    compute = found.compute - others * head / peak
+    frozen = config.finetune.method != "full"  # without gradients of weights outside of adapters
+    head = 2 * m.embed_dim * m.vocab_size * tokens / model  # forward
+    scored = (2 if frozen else 3) * head
+    compute = found.compute - others * scored / peak
     memory = found.memory - others * _LOSS_PASSES * tokens * m.vocab_size / model * 4 / bandwidth
     # Besides what its rematerialisation repeats, a stage's forward pass is repeated as a whole.
-    blocks = step_flops(one) / inner.num_devices - head
-    compute += blocks / 3 / peak
+    compute += (step_flops(one, training=False) / inner.num_devices - head) / peak
     memory += _PASSES / 3 * tokens * (one.model.num_layers * m.embed_dim) * 2 / bandwidth
     # Forward an activation in bfloat16 and backward its gradient, over one link; and the last stage's output is
     # scattered in float32, its gradient gathered.
@@ -266,6 +271,8 @@ def _of_stages(config: ModularModelConfig, layout: Layout, target: Target) -> Es
     link = links.bandwidth if links.switched else links.bandwidth / 2  # one of a ring's two
     communication = found.communication + wait * 2 * stream * 2 / link
     communication += links.gather(stream * 6, ("pipeline",))
+    if frozen:
+        return Estimate(max(compute, 0.0) * wait, max(memory, 0.0) * wait, communication)
     # Embedding and head are on every stage.
     outer = count_parameters(config).every - layout.stages * (
         count_parameters(config).every - count_parameters(one).every
