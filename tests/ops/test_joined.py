@@ -80,8 +80,8 @@ def test_matrices_of_codes(kind: str, rows: int) -> None:
 
     def every(x: Any, matrices: Any) -> Any:
         return [
-            quantised_matmul(x, *matrix, levels(kind), group=32, implementation="native")
-            for matrix in matrices
+            quantised_matmul(x, codes, scales, levels(kind), group=32, implementation="native")
+            for codes, scales in matrices
         ]
 
     for got, matrix in zip(same_as_apart(every, x, matrices), matrices, strict=True):
@@ -97,13 +97,13 @@ def test_matrices_of_codes_across(kind: str) -> None:
     x, matrices = numbers(2, 700), [coded(700, width, kind) for width in WIDTHS]
 
     def every(x: Any, matrices: Any) -> Any:
-        def one(width: int, matrix: Any) -> Any:
+        def one(width: int, codes: Any, scales: Any) -> Any:
             def along(y: Any) -> Any:
-                return quantised_matmul(y, *matrix, levels(kind), group=32, implementation="native")
+                return quantised_matmul(y, codes, scales, levels(kind), group=32, implementation="native")
 
             return jax.linear_transpose(along, jax.ShapeDtypeStruct((2, width), jnp.float32))(x)[0]
 
-        return [one(width, matrix) for width, matrix in zip(WIDTHS, matrices, strict=True)]
+        return [one(width, *matrix) for width, matrix in zip(WIDTHS, matrices, strict=True)]
 
     for width, got, matrix in zip(WIDTHS, same_as_apart(every, x, matrices), matrices, strict=True):
         w = np.asarray(dequantise_matrix(*matrix, levels(kind), inner=width, group=32), np.float64)
@@ -116,7 +116,10 @@ def test_many_vectors_take_their_products_one_by_one() -> None:
     x, matrices = numbers(9, 96), [coded(width, 96, "int8") for width in WIDTHS]
 
     def every(x: Any, matrices: Any) -> Any:
-        return [quantised_matmul(x, *matrix, group=32, implementation="native") for matrix in matrices]
+        return [
+            quantised_matmul(x, codes, scales, group=32, implementation="native")
+            for codes, scales in matrices
+        ]
 
     same_as_apart(every, x, matrices)
     assert calls(joined(every), x, matrices) == [1, 1, 1]
