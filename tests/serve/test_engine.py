@@ -18,6 +18,7 @@ from capibara.config import ModularModelConfig
 from capibara.core import ModularCapibaraModel
 from capibara.data import ByteTokenizer
 from capibara.errors import ConfigError
+from capibara.native import build
 from capibara.serve import Engine, Grammar, Piece, Request, RequestError, Sampling
 from capibara.serve.engine.programs import page_bytes
 from capibara.serve.engine.sequences import Sequence
@@ -401,6 +402,26 @@ def test_what_could_become_a_stop_string_is_held_back(text: str, stop: tuple[str
     cuts = [end for end in range(len(text) + 1) if any(text[:end].endswith(s) for s in stop)]
     want = text if not cuts else text[: min(text.find(s) for s in stop if s in text[: cuts[0]])]
     assert found == want
+
+
+@pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler: there are no kernels to call")
+@pytest.mark.parametrize("tied", [False, True])
+def test_products_of_one_token_share_calls(tied: bool) -> None:
+    sizes = {"embed_dim": 256, "mlp_dim": 512, "num_heads": 4, "num_kv_heads": 4, "num_layers": 2}
+    more = {"max_sequence_length": 64, "vocab_size": 300, "tie_embeddings": tied}
+    given = {f"model.{key}": value for key, value in (sizes | more).items()}
+    config = ModularModelConfig.from_dict({}, given | {"train.sequence_length": 32})
+    model = ModularCapibaraModel(config)
+    asked = Request(tuple(b"Once"), max_tokens=9, sampling=GREEDY, logprobs=0)
+    with Engine(model, max_batch=1, pages=8, warm=False) as engine:
+        tokens, scores, _ = read(engine.submit(asked))
+        again, scores_again, _ = read(engine.submit(asked))
+        (step,) = (step for shape, step in engine._programs._steps.items() if not shape.chunks)
+    check(model, asked, tokens, scores)
+    assert (tokens, scores) == (again, scores_again)
+    found = re.findall(r"= (.*?) custom-call\(.*custom_call_target=\"capibara_thin_product", step.as_text())
+    # Queries, keys and values; what attention gives; gate and up; down. And the head.
+    assert sorted(each.count("f32[") for each in found) == sorted([3, 1, 2, 1] * 2 + [1])
 
 
 @pytest.mark.slow

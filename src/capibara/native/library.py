@@ -88,13 +88,19 @@ def isa() -> str | None:
     return None if library is None else library.capibara_native_isa().decode()
 
 
-def call(target: str, out: Sequence[jax.ShapeDtypeStruct], *arrays: Any, **attributes: int | float) -> Any:
-    """Call ``target``; ints are passed as int64, floats as float32. ``vmap`` adds leading axes to every array."""
+Attribute = int | float | tuple[int, ...]
+
+
+def call(target: str, out: Sequence[jax.ShapeDtypeStruct], *arrays: Any, **attributes: Attribute) -> Any:
+    """Call ``target``; ints, also in tuples, are passed as int64, floats as float32.
+
+    ``vmap`` adds leading axes to every array.
+    """
     return _call("broadcast_all", target, out, arrays, attributes)
 
 
 def call_one_by_one(
-    target: str, out: Sequence[jax.ShapeDtypeStruct], *arrays: Any, **attributes: int | float
+    target: str, out: Sequence[jax.ShapeDtypeStruct], *arrays: Any, **attributes: Attribute
 ) -> Any:
     """:func:`call`, which under ``vmap`` calls once for each element."""
     return _call("sequential", target, out, arrays, attributes)
@@ -105,10 +111,16 @@ def _call(
     target: str,
     out: Sequence[jax.ShapeDtypeStruct],
     arrays: tuple[Any, ...],
-    attributes: dict[str, int | float],
+    attributes: dict[str, Attribute],
 ) -> Any:
     reason = problem()
     if reason is not None:
         raise NotImplementedError(reason)
-    typed = {k: np.int64(v) if isinstance(v, int) else np.float32(v) for k, v in attributes.items()}
+    typed = {name: _typed(value) for name, value in attributes.items()}
     return jax.ffi.ffi_call(target, tuple(out), vmap_method=vmap_method)(*arrays, **typed)
+
+
+def _typed(value: Attribute) -> Any:
+    if isinstance(value, tuple):
+        return np.array(value, np.int64)
+    return np.int64(value) if isinstance(value, int) else np.float32(value)

@@ -53,7 +53,7 @@ CAPIBARA_EXPORT int32_t capibara_codes_multiply(const capibara::CodesProduct* pr
     const auto scratch = room(kernels.scratch(p));
     kernels.multiply(p, i, scratch.get());
   });
-  for (int64_t i = 0; i < kernels.finish_items(p); ++i) kernels.finish(p, i);
+  if (kernels.block(p) != 0) kernels.finish(p, 0);
   return 0;
 } catch (const std::bad_alloc&) {
   return -2;

@@ -33,12 +33,24 @@ class Crew {
     const int64_t helpers = std::min<int64_t>(pool.num_threads(), items) - 1;
     for (int64_t i = 0; i < helpers; ++i) pool.Schedule([crew] { crew->take(); });
     crew->take();
+    // What others have in hand mostly ends within microseconds, and waking this thread would take longer.
+    for (int i = 0; i < kPatience && crew->busy_.load(std::memory_order_acquire) != 0; ++i) rest();
     std::unique_lock<std::mutex> lock(crew->mutex_);
-    crew->idle_.wait(lock, [&] { return crew->busy_ == 0; });
+    crew->idle_.wait(lock, [&] { return crew->busy_.load() == 0; });
     return !crew->out_of_memory_;
   }
 
  private:
+  static constexpr int kPatience = 1000;  // some 20 microseconds
+
+  static void rest() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+  }
+
   void take() {
     {
       // Counted before an item is taken, so that the caller cannot leave while one is in hand.
@@ -66,7 +78,7 @@ class Crew {
   std::atomic<int64_t> next_{0};
   std::mutex mutex_;
   std::condition_variable idle_;
-  int64_t busy_ = 0;
+  std::atomic<int64_t> busy_{0};  // changed under the mutex
   bool out_of_memory_ = false;
 };
 

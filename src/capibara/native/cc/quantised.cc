@@ -1,11 +1,13 @@
-// Products with a matrix in codes as XLA sees them: shapes are read from the buffers, and checked.
+// Products with matrices in codes as XLA sees them: shapes are read from the buffers, and checked.
 #include "quantised.h"
 
 #include <algorithm>
 #include <string>
+#include <vector>
 
 #include "isa.h"
 #include "parallel.h"
+#include "several.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = ::xla::ffi;
@@ -16,55 +18,86 @@ ffi::Error refuse(const char* why) {
   return ffi::Error::InvalidArgument(std::string("capibara product with codes: ") + why);
 }
 
+constexpr size_t kSmall = 1 << 15;  // numbers that are packed before another thread is awake
+
 bool is_matrix(const ffi::AnyBuffer& x) { return x.dimensions().size() == 2; }
 
-// x [count, inner] (across: [count, rows]), codes, scales [rows, groups]; levels [16] of codes of four bits, else none; a
-// table of 256 if scales are codes themselves, else none.
-ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scales,
-                   ffi::AnyBuffer levels, ffi::AnyBuffer table, ffi::Result<ffi::AnyBuffer> out, int64_t inner,
-                   int64_t group, int64_t across) {
-  if (!is_matrix(x) || !is_matrix(codes) || !is_matrix(scales) || !is_matrix(*out) || group < 1 || inner < 0)
-    return refuse("the arrays must have two axes, and groups a number");
-  capibara::CodesProduct p{};
+using capibara::CodesProduct;
+
+// The product of x with one matrix, or what is wrong: x [count, inner] (across: [count, rows]), codes, scales
+// [rows, groups]; levels [16] of codes of four bits, else none; a table of 256 if scales are codes themselves, else none.
+const char* describe(CodesProduct& p, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scales,
+                     ffi::AnyBuffer levels, ffi::AnyBuffer table, ffi::AnyBuffer out, int64_t inner, int64_t group,
+                     bool across) {
+  if (!is_matrix(x) || !is_matrix(codes) || !is_matrix(scales) || !is_matrix(out) || group < 1 || inner < 0)
+    return "the arrays must have two axes, and groups a number";
   p.w.four = codes.element_type() == ffi::U8;
   if ((!p.w.four && codes.element_type() != ffi::S8) || x.element_type() != ffi::F32 ||
-      out->element_type() != ffi::F32 || table.element_type() != ffi::F32 || levels.element_type() != ffi::F32)
-    return refuse("the arrays' types do not fit");
+      out.element_type() != ffi::F32 || table.element_type() != ffi::F32 || levels.element_type() != ffi::F32)
+    return "the arrays' types do not fit";
   const bool coded = scales.element_type() == ffi::U8;
-  if (!coded && scales.element_type() != ffi::F32) return refuse("scales must be float32 or uint8");
+  if (!coded && scales.element_type() != ffi::F32) return "scales must be float32 or uint8";
   p.w.rows = codes.dimensions()[0], p.w.width = codes.dimensions()[1];
   p.w.inner = inner, p.w.group = group, p.w.groups = (inner + group - 1) / group;
-  p.count = x.dimensions()[0], p.across = across != 0;
+  p.count = x.dimensions()[0], p.across = across;
   if (p.w.width != (p.w.four ? (inner + 1) / 2 : inner) || scales.dimensions()[0] != p.w.rows ||
       scales.dimensions()[1] != p.w.groups || x.dimensions()[1] != (across ? p.w.rows : inner) ||
-      out->dimensions()[0] != p.count || out->dimensions()[1] != (across ? inner : p.w.rows) ||
+      out.dimensions()[0] != p.count || out.dimensions()[1] != (across ? inner : p.w.rows) ||
       table.element_count() != (coded ? 256u : 0u) || levels.element_count() != (p.w.four ? 16u : 0u))
-    return refuse("the arrays' shapes do not fit together");
+    return "the arrays' shapes do not fit together";
   p.w.codes = static_cast<const uint8_t*>(codes.untyped_data());
   p.w.scales = coded ? nullptr : static_cast<const float*>(scales.untyped_data());
   p.w.scale_codes = coded ? static_cast<const uint8_t*>(scales.untyped_data()) : nullptr;
   p.w.table = static_cast<const float*>(table.untyped_data());
   p.w.levels = static_cast<const float*>(levels.untyped_data());
   p.x = static_cast<const float*>(x.untyped_data());
-  p.out = static_cast<float*>(out->untyped_data());
-  p.threads = std::max<int64_t>(pool.num_threads(), 1);
-  if (p.w.rows == 0 || inner == 0) {
-    std::fill_n(p.out, out->element_count(), 0.0f);
-    return ffi::Error::Success();
+  p.out = static_cast<float*>(out.untyped_data());
+  return nullptr;
+}
+
+// x; of each matrix codes, scales, levels and table; a result of each.
+ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs arrays, ffi::RemainingRets results,
+                   ffi::Span<const int64_t> inner, ffi::Span<const int64_t> group, int64_t across) {
+  const size_t count = results.size();
+  if (count == 0 || arrays.size() != 4 * count || inner.size() != count || group.size() != count)
+    return refuse("each result needs four arrays, a length and a group");
+  std::vector<CodesProduct> products;
+  for (size_t i = 0; i < count; ++i) {
+    const auto codes = arrays.get<ffi::AnyBuffer>(4 * i), scales = arrays.get<ffi::AnyBuffer>(4 * i + 1);
+    const auto levels = arrays.get<ffi::AnyBuffer>(4 * i + 2), table = arrays.get<ffi::AnyBuffer>(4 * i + 3);
+    auto out = results.get<ffi::AnyBuffer>(i);
+    if (!codes.has_value() || !scales.has_value() || !levels.has_value() || !table.has_value() || !out.has_value())
+      return refuse("the arrays' types do not fit");
+    CodesProduct p{};
+    const char* const why =
+        describe(p, x, *codes, *scales, *levels, *table, **out, inner[i], group[i], across != 0);
+    if (why != nullptr) return refuse(why);
+    p.threads = std::max<int64_t>(pool.num_threads(), 1);
+    if (p.w.rows == 0 || p.w.inner == 0)
+      std::fill_n(p.out, (*out)->element_count(), 0.0f);
+    else
+      products.push_back(p);
   }
+  if (products.empty()) return ffi::Error::Success();
   const auto& kernels = *capibara::isa().quantised;
-  const size_t bytes = (static_cast<size_t>(kernels.packed(p)) * sizeof(float) + 63) / 64 * 64;
-  const std::unique_ptr<float, decltype(&std::free)> packed(
-      static_cast<float*>(bytes == 0 ? nullptr : std::aligned_alloc(64, bytes)), &std::free);
+  capibara::Room room;
+  for (auto& p : products) room.add(&p.packed, kernels.packed(p));
   const auto exhausted = [] { return ffi::Error(ffi::ErrorCode::kResourceExhausted, "capibara: out of memory"); };
-  if (bytes != 0 && packed == nullptr) return exhausted();
-  p.packed = packed.get();
+  if (!room.take()) return exhausted();
   using capibara::Crew;
-  const bool fine = Crew::run(pool, kernels.pack_items(p), 1, [&](int64_t i, float*) { kernels.pack(p, i); }) &&
-                    Crew::run(pool, kernels.items(p), kernels.scratch(p),
-                              [&](int64_t i, float* scratch) { kernels.multiply(p, i, scratch); }) &&
-                    Crew::run(pool, kernels.finish_items(p), 1, [&](int64_t i, float*) { kernels.finish(p, i); });
-  return fine ? ffi::Error::Success() : exhausted();
+  for (const auto& p : products) {
+    const int64_t items = kernels.pack_items(p);
+    if (x.element_count() <= kSmall) {
+      for (int64_t i = 0; i < items; ++i) kernels.pack(p, i);
+    } else if (!Crew::run(pool, items, 1, [&](int64_t i, float*) { kernels.pack(p, i); })) {
+      return exhausted();
+    }
+  }
+  capibara::Several<CodesProduct> all(products, kernels.items, kernels.block);
+  int64_t scratch = 0;
+  for (const auto& p : products) scratch = std::max(scratch, kernels.scratch(p));
+  const auto work = [&](int64_t item, float* own) { all.run(item, own, kernels.multiply, kernels.finish); };
+  return Crew::run(pool, all.items(), scratch, work) ? ffi::Error::Success() : exhausted();
 }
 
 }  // namespace
@@ -75,11 +108,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(capibara_codes_product, product,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<int64_t>("inner")
-                                  .Attr<int64_t>("group")
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<ffi::Span<const int64_t>>("inner")
+                                  .Attr<ffi::Span<const int64_t>>("group")
                                   .Attr<int64_t>("across"));

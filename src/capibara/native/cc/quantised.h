@@ -29,7 +29,8 @@ struct CodesProduct {
   float* packed;  // room for what `packed` says, begins a line of the cache
 };
 
-// In turn: every item of pack, every item of multiply, every item of finish. An item's scratch is its thread's.
+// Every item of pack, then every item of multiply. These come in blocks of so many, one after the other; when all of a
+// block are done, it is finished. An item's scratch is its thread's.
 struct QuantisedKernels {
   int64_t (*packed)(const CodesProduct&);  // floats
   int64_t (*pack_items)(const CodesProduct&);
@@ -37,8 +38,8 @@ struct QuantisedKernels {
   int64_t (*items)(const CodesProduct&);
   int64_t (*scratch)(const CodesProduct&);  // floats
   void (*multiply)(const CodesProduct&, int64_t item, float* scratch);
-  int64_t (*finish_items)(const CodesProduct&);
-  void (*finish)(const CodesProduct&, int64_t item);
+  int64_t (*block)(const CodesProduct&);  // items; 0: nothing has to be finished
+  void (*finish)(const CodesProduct&, int64_t block);
   // A row's columns `begin` (a multiple of 64) to `end` as numbers, those beyond ±top as that.
   void (*decode)(const Codes&, int64_t row, int64_t begin, int64_t end, float top, float* out);
 };

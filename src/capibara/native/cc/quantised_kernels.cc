@@ -51,11 +51,9 @@ static void codes_multiply(const CodesProduct& p, int64_t item, float* scratch) 
   p.w.four ? multiply_as<Four>(p, item, scratch) : multiply_as<Eight>(p, item, scratch);
 }
 
-static int64_t codes_finish_items(const CodesProduct& p) {
-  return is_empty(p) || !p.across || !is_thin(p) ? 0 : p.count;
-}
-static void codes_finish(const CodesProduct& p, int64_t n) {
-  p.w.four ? finish_thin<Four>(p, n) : finish_thin<Eight>(p, n);
+static int64_t codes_block(const CodesProduct& p) { return p.across && is_thin(p) ? codes_items(p) : 0; }
+static void codes_finish(const CodesProduct& p, int64_t) {
+  for (int64_t n = 0; n < p.count; ++n) p.w.four ? finish_thin<Four>(p, n) : finish_thin<Eight>(p, n);
 }
 
 template <typename C>
@@ -84,6 +82,6 @@ static void codes_decode(const Codes& w, int64_t row, int64_t begin, int64_t end
 
 extern const capibara::QuantisedKernels kQuantised;
 const capibara::QuantisedKernels kQuantised = {codes_packed,  codes_pack_items, codes_pack,         codes_items,
-                                               codes_scratch, codes_multiply,   codes_finish_items, codes_finish, codes_decode};
+                                               codes_scratch, codes_multiply,   codes_block,      codes_finish, codes_decode};
 
 }  // namespace CAPIBARA_ISA

@@ -20,7 +20,7 @@ constexpr int kAbreast = 2;
 // Rows of an item.
 static int64_t thin_share(const CodesProduct& p) {
   const int64_t worth = parts(kThinWork, most(p.w.inner, 1));
-  return up(most(parts(p.w.rows, (p.across ? 1 : 4) * most(p.threads, 1)), worth), kAbreast);
+  return up(most(parts(p.w.rows, (p.across ? 2 : 4) * most(p.threads, 1)), worth), kAbreast);
 }
 
 // The scales of some rows, known to be codes or not to be: asking for each would take as long as what it is for.

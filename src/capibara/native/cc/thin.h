@@ -13,13 +13,18 @@ struct ThinProduct {
   const float* w;    // [inner, columns], or [columns, inner] if by_column
   bool by_column;
   float* out;        // [rows, columns]
+  float* sums;       // room for what `sums` says, begins a line of the cache
 };
 
-// An item is a piece of work that one thread does alone, with so many floats of scratch.
+// An item is a piece of work that one thread does alone, with so many floats of scratch. Items come in blocks of so
+// many, one after the other; when all of a block are done, it is finished.
 struct ThinKernels {
   int64_t (*items)(const ThinProduct&);
-  int64_t (*scratch)(const ThinProduct&);
+  int64_t (*scratch)(const ThinProduct&);  // floats
+  int64_t (*sums)(const ThinProduct&);     // floats
+  int64_t (*block)(const ThinProduct&);    // items; 0: nothing has to be finished
   void (*multiply)(const ThinProduct&, int64_t item, float* scratch);
+  void (*finish)(const ThinProduct&, int64_t block);
 };
 
 }  // namespace capibara

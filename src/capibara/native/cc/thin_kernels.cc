@@ -1,6 +1,6 @@
 // Products of a few rows with a matrix, compiled once per instruction set. What takes the time is reading the matrix:
 // it is read once, in the order in which it lies, and nothing of it is copied. A row's sums do not depend on how many
-// rows there are.
+// rows there are, from two on, nor on the number of threads.
 #include "thin.h"
 
 #include "vec.h"
@@ -23,7 +23,92 @@ static int64_t wide(const ThinProduct& p) {
   return even < kLeastWide ? kLeastWide : least(even, kMostWide);
 }
 
-static int64_t thin_items(const ThinProduct& p) { return p.rows == 0 ? 0 : parts(p.columns, wide(p)); }
+// One row alone: memory is read fastest a piece at a time, so an item has whole rows of the matrix, or long pieces of
+// them, and sums of its own, which are added in the order of items.
+constexpr int64_t kWhole = 16384;  // columns
+constexpr int64_t kPiece = 128;    // rows of the matrix, half as many of long ones
+constexpr int64_t kLong = 1024;    // columns
+
+static bool is_alone(const ThinProduct& p) { return p.rows == 1 && !p.by_column; }
+static int64_t piece(const ThinProduct& p) { return p.columns > kLong ? kPiece / 2 : kPiece; }
+static int64_t pieces(const ThinProduct& p) { return p.inner == 0 ? 1 : parts(p.inner, piece(p)); }
+// From the sums of an item to those of the next. Not a power of two: they would meet in the caches.
+static int64_t apart(const ThinProduct& p) { return parts(least(p.columns, kWhole), 16) * 16 + 16; }
+
+static int64_t thin_items(const ThinProduct& p) {
+  if (is_alone(p)) return parts(p.columns, kWhole) * pieces(p);
+  return p.rows == 0 ? 0 : parts(p.columns, wide(p));
+}
+static int64_t thin_sums(const ThinProduct& p) { return is_alone(p) ? thin_items(p) * apart(p) : 0; }
+static int64_t thin_block(const ThinProduct& p) { return is_alone(p) ? pieces(p) : 0; }
+
+// D rows of the matrix from k on; the first ones of an item begin its sums.
+template <int D>
+static inline __attribute__((always_inline)) void add_alone(const ThinProduct& p, int64_t k, bool begins, int64_t first,
+                                                            int64_t width, float* sums) {
+  Vec factors[D];
+#pragma GCC unroll 16
+  for (int d = 0; d < D; ++d) factors[d] = splat(p.x[k + d]);
+  const float* const w = p.w + k * p.columns + first;
+  int64_t j = 0;
+  for (; j + kWidth <= width; j += kWidth) {
+    Vec total = begins ? (Vec){} : load(sums + j);
+#pragma GCC unroll 16
+    for (int d = 0; d < D; ++d) total += factors[d] * load(w + d * p.columns + j);
+    store(sums + j, total);
+  }
+  for (; j < width; ++j) {
+    float total = begins ? 0 : sums[j];
+    for (int d = 0; d < D; ++d) total += p.x[k + d] * w[d * p.columns + j];
+    sums[j] = total;
+  }
+}
+
+template <int D>
+static void multiply_alone(const ThinProduct& p, int64_t item, float* sums) {
+  const int64_t first = item / pieces(p) * kWhole, width = least(kWhole, p.columns - first);
+  const int64_t begin = item % pieces(p) * piece(p), end = least(begin + piece(p), p.inner);
+  int64_t k = begin;
+  for (; k + D <= end; k += D) add_alone<D>(p, k, k == begin, first, width, sums);
+  for (; k < end; ++k) add_alone<1>(p, k, k == begin, first, width, sums);
+  if (begin >= end)
+    for (int64_t j = 0; j < width; ++j) sums[j] = 0;
+}
+
+static void thin_finish(const ThinProduct& p, int64_t block) {
+  const int64_t first = block * kWhole, width = least(kWhole, p.columns - first), count = pieces(p), step = apart(p);
+  const float* const from = p.sums + block * count * step;
+  float* const to = p.out + first;
+  int64_t j = 0;
+  for (; j + kWidth <= width; j += kWidth) {
+    Vec total = load(from + j);
+    for (int64_t i = 1; i < count; ++i) total += load(from + i * step + j);
+    store(to + j, total);
+  }
+  for (; j < width; ++j) {
+    float total = from[j];
+    for (int64_t i = 1; i < count; ++i) total += from[i * step + j];
+    to[j] = total;
+  }
+}
+
+// One row with C columns of the matrix, which lie one after the other.
+template <int C>
+static inline void dot_alone(const ThinProduct& p, int64_t j) {
+  const float* const w = p.w + j * p.inner;
+  Vec total[C] = {};
+  int64_t k = 0;
+  for (; k + kWidth <= p.inner; k += kWidth) {
+    const Vec row = load(p.x + k);
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) total[c] += row * load(w + c * p.inner + k);
+  }
+  for (int c = 0; c < C; ++c) {
+    float found = sum(total[c]);
+    for (int64_t l = k; l < p.inner; ++l) found += p.x[l] * w[c * p.inner + l];
+    p.out[j + c] = found;
+  }
+}
 
 // Sums lie in scratch, one row of it for each of x: rows of the result may be a power of two apart, as those of the
 // matrix may, and would meet in the caches.
@@ -108,12 +193,21 @@ static void dot_block(const ThinProduct& p, int64_t j) {
   for (; i < p.rows; ++i) dot_columns<1, C>(p, i, j);
 }
 
-static int64_t thin_scratch(const ThinProduct& p) { return p.by_column ? 1 : p.rows * step(p); }
+static int64_t thin_scratch(const ThinProduct& p) { return p.by_column || is_alone(p) ? 1 : p.rows * step(p); }
 
 static void thin_multiply(const ThinProduct& p, int64_t item, float* sums) {
+  if (is_alone(p)) {
+    float* const own = p.sums + item * apart(p);
+    return p.columns > kLong ? multiply_alone<8>(p, item, own) : multiply_alone<16>(p, item, own);
+  }
   const int64_t first = item * wide(p), width = least(wide(p), p.columns - first);
   if (p.by_column) {
     int64_t j = first;
+    if (p.rows == 1) {
+      for (; j + 8 <= first + width; j += 8) dot_alone<8>(p, j);
+      for (; j < first + width; ++j) dot_alone<1>(p, j);
+      return;
+    }
     for (; j + 2 <= first + width; j += 2) dot_block<2>(p, j);
     for (; j < first + width; ++j) dot_block<1>(p, j);
     return;
@@ -128,6 +222,6 @@ static void thin_multiply(const ThinProduct& p, int64_t item, float* sums) {
 }
 
 extern const capibara::ThinKernels kThin;
-const capibara::ThinKernels kThin = {thin_items, thin_scratch, thin_multiply};
+const capibara::ThinKernels kThin = {thin_items, thin_scratch, thin_sums, thin_block, thin_multiply, thin_finish};
 
 }  // namespace CAPIBARA_ISA

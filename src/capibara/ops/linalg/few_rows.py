@@ -1,32 +1,46 @@
 """Products of a few rows with a large matrix on CPUs, as decoding a few texts needs them.
 
-What takes the time is reading the matrix. XLA first copies it into the order in which its product of matrices reads;
-a compiled kernel (:mod:`capibara.native`) reads it once, where it lies. Where programs are made for such products, the
-layers of a model ask here (:func:`few_rows`); elsewhere they are left to XLA.
+What takes the time is reading the matrix. XLA first copies it into the order in which its product of matrices reads,
+and of one row reads it in short pieces; a compiled kernel (:mod:`capibara.native`) reads it once, where it lies. Where
+programs are made for such products, the layers of a model ask here (:func:`few_rows`); elsewhere they are left to XLA.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 
 from capibara import native
 from capibara.measure.flops import register_foreign_call
-from capibara.ops.one_device import native_call, on_one_device
+from capibara.ops.linalg.joined import joinable
+from capibara.ops.one_device import compile_calls, native_call, on_one_device
 
-__all__ = ["few_rows", "product", "takes"]
+__all__ = ["MOST_ROWS", "few_rows", "product", "takes"]
 
-_MOST_ROWS = 16
+MOST_ROWS = 16
 _LEAST_MATRIX = 1 << 16  # numbers; what the caches hold XLA multiplies as fast
 _wanted = contextvars.ContextVar("few_rows", default=False)
+_primitive = Primitive("capibara_thin_product")
+_primitive.multiple_results = True
 
-register_foreign_call("capibara_thin_product", lambda ins, outs, _: 2 * math.prod(ins[0]) * outs[0][1])
+
+def _flops(ins: Sequence[Any], outs: Sequence[Any], _: Any) -> int:
+    return sum(2 * math.prod(ins[0]) * out[1] for out in outs)
+
+
+# By this name there are both: the primitive and what it calls.
+register_foreign_call("capibara_thin_product", _flops)
+compile_calls(_primitive)
 
 
 @contextlib.contextmanager
@@ -40,10 +54,10 @@ def few_rows() -> Iterator[None]:
 
 
 def takes(x: jax.Array, weight: jax.Array, accumulate: str) -> bool:
-    """Whether :func:`product` computes ``x [rows, inner]`` times this matrix; of one row XLA's own is as fast."""
+    """Whether :func:`product` computes ``x [rows, inner]`` times this matrix."""
     return (
         _wanted.get()
-        and 2 <= x.shape[0] <= _MOST_ROWS
+        and 1 <= x.shape[0] <= MOST_ROWS
         and math.prod(weight.shape) >= _LEAST_MATRIX
         and x.dtype == weight.dtype == jnp.dtype(accumulate) == jnp.float32
         and native.problem() is None
@@ -57,17 +71,48 @@ def product(x: jax.Array, weight: jax.Array, *, transposed: bool = False) -> jax
       x: float32 ``[rows, inner]``. weight: float32 ``[inner, columns]``; transposed ``[columns, inner]``.
 
     Returns:
-      float32 ``[rows, columns]``. A row's numbers do not depend on how many rows there are, between 2 and 16.
+      float32 ``[rows, columns]``. A row's numbers do not depend on how many rows there are, between 2 and 16, nor on
+      the matrices that :func:`capibara.ops.linalg.joined.joined` multiplies with it.
     """
-    out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0 if transposed else 1]), jnp.float32)
+    return _primitive.bind(x, weight, transposed=transposed)[0]
 
-    def by_kernel(x: jax.Array, weight: jax.Array) -> jax.Array:
-        return native_call("capibara_thin_product", (out,), x, weight, transposed=int(transposed))[0]
 
-    def by_xla(x: jax.Array, weight: jax.Array) -> jax.Array:
-        return lax.dot_general(x, weight, (((1,), (1 if transposed else 0,)), ((), ())))
+def _by_xla(x: jax.Array, *weights: jax.Array, transposed: bool) -> list[jax.Array]:
+    sums = (((1,), (1 if transposed else 0,)), ((), ()))
+    return [lax.dot_general(x, weight, sums) for weight in weights]
 
-    def on_cpu(x: jax.Array, weight: jax.Array) -> jax.Array:
-        return on_one_device(by_kernel, by_xla, x, weight)
 
-    return lax.platform_dependent(x, weight, cpu=on_cpu, default=by_xla)
+def _on_cpu(x: jax.Array, *weights: jax.Array, transposed: bool) -> list[jax.Array]:
+    out = [
+        jax.ShapeDtypeStruct((x.shape[0], weight.shape[0 if transposed else 1]), jnp.float32)
+        for weight in weights
+    ]
+
+    def by_kernel(x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
+        return list(native_call("capibara_thin_product", out, x, *weights, transposed=int(transposed)))
+
+    return on_one_device(by_kernel, functools.partial(_by_xla, transposed=transposed), x, *weights)
+
+
+@_primitive.def_abstract_eval
+def _shapes(x: Any, *weights: Any, transposed: bool) -> list[Any]:
+    return [x.update(shape=(x.shape[0], weight.shape[0 if transposed else 1])) for weight in weights]
+
+
+mlir.register_lowering(_primitive, mlir.lower_fun(_by_xla, multiple_results=True))
+mlir.register_lowering(_primitive, mlir.lower_fun(_on_cpu, multiple_results=True), platform="cpu")
+
+
+def _map(arrays: Any, axes: Any, *, transposed: bool) -> Any:
+    out = jax.vmap(functools.partial(_by_xla, transposed=transposed), tuple(axes))(*arrays)
+    return out, [0] * len(out)
+
+
+batching.primitive_batchers[_primitive] = _map
+
+
+@joinable(_primitive)
+def _together(x: Any, others: list[list[Any]], params: list[dict[str, Any]]) -> list[list[Any]] | None:
+    if any(one != params[0] for one in params):
+        return None
+    return [[out] for out in _primitive.bind(x, *(weight for (weight,) in others), **params[0])]

@@ -21,6 +21,7 @@ from jax.interpreters import ad, batching, mlir
 
 from capibara import native
 from capibara.measure.flops import register_foreign_call
+from capibara.ops.linalg.joined import joinable
 from capibara.ops.one_device import alike, compile_calls
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["check", "forward"]
 
 _primitive = Primitive("capibara_codes_product")
+_several = Primitive("capibara_codes_products")
+_several.multiple_results = True
+_FEW = 8  # vectors: of more, several matrices take as long one by one
 
 
 @dataclass(frozen=True)
@@ -103,17 +107,33 @@ def _by_xla(x: Any, codes: Any, scales: Any, levels: Any, table: Any, *, what: _
 
 
 def _by_kernel(*arrays: Any, what: _Product) -> jax.Array:
-    out = (jax.ShapeDtypeStruct((arrays[0].shape[0], what.columns), jnp.float32),)
-    problem = what.problem
-    attributes = {"inner": problem.inner, "group": problem.group, "across": int(what.across)}
-    return native.call("capibara_codes_product", out, *arrays, **attributes)[0]
+    return _several_by_kernel(*arrays, whats=(what,))[0]
 
 
-# By this name there are both: the primitive and what it calls.
-register_foreign_call("capibara_codes_product", lambda ins, outs, _: 2 * math.prod(ins[0]) * outs[0][1])
+def _several_by_kernel(x: Any, *arrays: Any, whats: tuple[_Product, ...]) -> Any:
+    out = [jax.ShapeDtypeStruct((x.shape[0], what.columns), jnp.float32) for what in whats]
+    sizes = {
+        "inner": tuple(what.problem.inner for what in whats),
+        "group": tuple(what.problem.group for what in whats),
+    }
+    return native.call("capibara_codes_product", out, x, *arrays, **sizes, across=int(whats[0].across))
+
+
+def _several_by_xla(x: Any, *arrays: Any, whats: tuple[_Product, ...]) -> list[jax.Array]:
+    return [_by_xla(x, *arrays[4 * i : 4 * i + 4], what=what) for i, what in enumerate(whats)]
+
+
+def _flops(ins: Any, outs: Any, _: Any) -> int:
+    return sum(2 * math.prod(ins[0]) * out[1] for out in outs)
+
+
+# By the first name there are both: the primitive and what it calls.
+register_foreign_call("capibara_codes_product", _flops)
+register_foreign_call("capibara_codes_products", _flops)
 
 
 compile_calls(_primitive)
+compile_calls(_several)
 
 
 @_primitive.def_abstract_eval
@@ -121,8 +141,23 @@ def _shape(x: Any, *_: Any, what: _Product) -> Any:
     return x.update(shape=(x.shape[0], what.columns))
 
 
+@_several.def_abstract_eval
+def _shapes(x: Any, *_: Any, whats: tuple[_Product, ...]) -> Any:
+    return [x.update(shape=(x.shape[0], what.columns)) for what in whats]
+
+
 mlir.register_lowering(_primitive, mlir.lower_fun(_by_xla, multiple_results=False))
 mlir.register_lowering(_primitive, mlir.lower_fun(_by_kernel, multiple_results=False), platform="cpu")
+mlir.register_lowering(_several, mlir.lower_fun(_several_by_xla, multiple_results=True))
+mlir.register_lowering(_several, mlir.lower_fun(_several_by_kernel, multiple_results=True), platform="cpu")
+
+
+@joinable(_primitive)
+def _together(x: Any, others: list[list[Any]], params: list[dict[str, Any]]) -> list[list[Any]] | None:
+    whats = tuple(one["what"] for one in params)
+    if x.shape[0] > _FEW or any(what.across != whats[0].across for what in whats):
+        return None
+    return [[out] for out in _several.bind(x, *(array for each in others for array in each), whats=whats)]
 
 
 def _tangent(primals: Any, tangents: Any, *, what: _Product) -> Any:

@@ -20,7 +20,8 @@ from capibara.compress.jax_codes import is_coded, quantized
 from capibara.core.paged import StepShape
 from capibara.errors import ConfigError
 from capibara.memory.budget import device_budget
-from capibara.ops.linalg.few_rows import few_rows
+from capibara.ops.linalg.few_rows import MOST_ROWS, few_rows
+from capibara.ops.linalg.joined import joined
 from capibara.ops.registry import for_platform
 from capibara.serve.engine.steps import EngineSizes
 from capibara.serve.row_sampling import Changes, choose, rows_of
@@ -155,6 +156,9 @@ class Programs:
             every = [next(given) if leaf.size else jnp.zeros(leaf.shape, leaf.dtype) for leaf in self._leaves]
             params, state = self._tree.unflatten(every)
             return run(params, state, cache, inputs)
+
+        if model.mesh is None and model.backend.platform == "cpu" and shape.tokens <= MOST_ROWS:
+            step = joined(step)
 
         # The cache stays where it is, and logits are wanted whole.
         places = None if model.mesh is None else (self._whole(), jax.tree.map(lambda x: x.sharding, cache))

@@ -1,0 +1,169 @@
+"""Products of the same rows with several matrices in one call.
+
+Each call of a compiled kernel wakes other threads and waits for them at its end. Between products of a few rows, which
+take a tenth of a millisecond, that is felt; so those of the same rows, as of queries, keys and values, become one call.
+The matrices stay where they are.
+
+The function is traced, and its equations are evaluated again, products of the same rows at the place of the first one
+of them. Primitives say how they are computed together (:func:`joinable`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.extend.core import Literal, Primitive
+
+__all__ = ["joinable", "joined"]
+
+_CALLS = ("jit", "pjit", "closed_call", "core_call")
+# The same of the same operand is computed once: products see their rows through these.
+_VIEWS = ("reshape", "squeeze", "convert_element_type")
+# Of several products with the same first operand: that operand, the others of each, and the parameters of each. What it
+# returns are the results of each; None: they cannot be computed together.
+_Together = Callable[[Any, list[list[Any]], list[dict[str, Any]]], list[list[Any]] | None]
+_joinable: dict[Primitive, _Together] = {}
+
+
+def joinable(primitive: Primitive) -> Callable[[_Together], _Together]:
+    """Say how equations of a primitive with the same first operand are computed together.
+
+    The decorated function gets that operand, the other operands of each equation, and the parameters of each. It
+    returns the results of each, or ``None`` where they have to be computed one by one.
+    """
+
+    def register(together: _Together) -> _Together:
+        _joinable[primitive] = together
+        return together
+
+    return register
+
+
+def joined(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function of nested arrays, whose products of the same rows are computed together.
+
+    Its results are those of ``function``, bit by bit.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+        flat = _Flat()
+        given = [_Value(array) for array in jax.tree.leaves(args)]
+        out = flat.add(closed.jaxpr, closed.consts, given)
+        flat.join()
+        for step in flat.steps:
+            flat.compute(step)
+        return jax.tree.unflatten(jax.tree.structure(shape), [value.array for value in out])
+
+    return run
+
+
+@dataclass(eq=False)
+class _Value:
+    """An array of the program: known, or a result of a step."""
+
+    array: Any = None
+    step: _Step | None = None
+    of_product: bool = False  # whether it depends on a product that may be joined
+
+
+@dataclass(eq=False)
+class _Step:
+    """An equation."""
+
+    eqn: Any
+    ins: list[_Value]
+    outs: list[_Value] = field(default_factory=list)
+    together: list[_Step] = field(default_factory=list)
+    done: bool = False
+
+
+class _Flat:
+    """The equations of a program, those of calls that contain products included."""
+
+    def __init__(self) -> None:
+        self.steps: list[_Step] = []
+        self._views: dict[Any, list[_Value]] = {}
+
+    def add(self, jaxpr: Any, consts: Sequence[Any], given: Sequence[_Value]) -> list[_Value]:
+        """The program's results."""
+        env: dict[Any, _Value] = dict(zip(jaxpr.constvars, map(_Value, consts), strict=True))
+        env.update(zip(jaxpr.invars, given, strict=True))
+
+        def read(v: Any) -> _Value:
+            return _Value(v.val) if isinstance(v, Literal) else env[v]
+
+        for eqn in jaxpr.eqns:
+            ins = [read(v) for v in eqn.invars]
+            inner = eqn.params.get("jaxpr") if eqn.primitive.name in _CALLS else None
+            if inner is not None and _has_products(inner.jaxpr):
+                outs = self.add(inner.jaxpr, inner.consts, ins)
+            elif eqn.primitive.name in _VIEWS:
+                same = eqn.primitive, tuple(eqn.params.items()), tuple(map(id, ins))
+                if same not in self._views:
+                    self._views[same] = self._add_step(eqn, ins)
+                outs = self._views[same]
+            else:
+                outs = self._add_step(eqn, ins)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _add_step(self, eqn: Any, ins: list[_Value]) -> list[_Value]:
+        step = _Step(eqn, ins)
+        touched = eqn.primitive in _joinable or any(value.of_product for value in ins)
+        step.outs = [_Value(None, step, touched) for _ in eqn.outvars]
+        self.steps.append(step)
+        return step.outs
+
+    def join(self) -> None:
+        """Find products of the same rows with matrices that wait for no other product."""
+        groups: dict[tuple[Any, int], list[_Step]] = {}
+        for step in self.steps:
+            if step.eqn.primitive in _joinable and not any(value.of_product for value in step.ins[1:]):
+                groups.setdefault((step.eqn.primitive, id(step.ins[0])), []).append(step)
+        for group in groups.values():
+            if len(group) > 1:
+                for step in group:
+                    step.together = group
+
+    def compute(self, step: _Step) -> None:
+        """Compute a step, and what it waits for."""
+        if step.done:
+            return
+        group = step.together or [step]
+        for one in group:
+            for value in one.ins:
+                if value.step is not None:
+                    self.compute(value.step)
+        operands = [[value.array for value in one.ins] for one in group]
+        params = [one.eqn.params for one in group]
+        found = None
+        if len(group) > 1:
+            together = _joinable[step.eqn.primitive]
+            found = together(operands[0][0], [each[1:] for each in operands], params)
+        if found is None:
+            found = [_bind(one.eqn, each) for one, each in zip(group, operands, strict=True)]
+        for one, results in zip(group, found, strict=True):
+            for value, array in zip(one.outs, results, strict=True):
+                value.array = array
+            one.done = True
+
+
+def _bind(eqn: Any, operands: list[Any]) -> list[Any]:
+    out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def _has_products(jaxpr: Any) -> bool:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive in _joinable:
+            return True
+        inner = eqn.params.get("jaxpr") if eqn.primitive.name in _CALLS else None
+        if inner is not None and _has_products(inner.jaxpr):
+            return True
+    return False

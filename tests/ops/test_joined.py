@@ -1,0 +1,167 @@
+"""Products of the same rows that become one call: the same numbers, wherever the matrices come from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from capibara.measure import count_flops
+from capibara.native import build
+from capibara.native.levels import NF4
+from capibara.ops.linalg import quantised_matmul
+from capibara.ops.linalg.few_rows import product
+from capibara.ops.linalg.joined import joined
+from capibara.ops.linalg.quantised import dequantise_matrix, quantise_matrix
+
+native = pytest.mark.skipif(
+    build.find_compiler() is None, reason="no C++ compiler: there is no native library to test"
+)
+WIDTHS = (130, 48, 64)
+
+
+def numbers(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).normal(size=shape).astype(np.float32)
+
+
+def calls(function: Callable[..., Any], *args: Any) -> list[int]:
+    """How many results each call of a kernel in the compiled program has."""
+    text = jax.jit(function).lower(*args).compile().as_text()
+    assert text is not None
+    found = re.findall(r"= (.*?) custom-call\(.*custom_call_target=\"capibara_(?:thin|codes)_product", text)
+    return sorted(each.count("f32[") for each in found)
+
+
+def same_as_apart(function: Callable[..., Any], *args: Any) -> list[np.ndarray]:
+    """The results of the joined function, which are those of the function to the last bit."""
+    got, want = jax.jit(joined(function))(*args), jax.jit(function)(*args)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, other)
+    return [np.asarray(one, np.float64) for one in got]
+
+
+def coded(width: int, inner: int, kind: str, seed: int = 0) -> tuple[Any, Any]:
+    return quantise_matrix(numbers(width, inner, seed=seed), kind=kind, group=32)
+
+
+def levels(kind: str) -> Any:
+    return None if kind == "int8" else jnp.asarray(NF4, jnp.float32)
+
+
+@native
+@pytest.mark.parametrize("rows", [1, 5, 16])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_matrices_of_numbers(rows: int, transposed: bool) -> None:
+    x, matrices = numbers(1, rows, 96), [numbers(96, width) for width in WIDTHS]
+    given = [np.ascontiguousarray(w.T) if transposed else w for w in matrices]
+
+    def every(x: Any, weights: Any) -> Any:
+        # Each sees the rows through a reshape of its own, as the layers of a model do.
+        return [product(x.reshape(rows, 96), w, transposed=transposed) for w in weights]
+
+    for got, w in zip(same_as_apart(every, x, given), matrices, strict=True):
+        bound = 2e-6 * (np.abs(x[0].astype(np.float64)) @ np.abs(w))
+        assert (np.abs(got - x[0].astype(np.float64) @ w) <= bound).all()
+    assert calls(every, x, given) == [1, 1, 1]
+    assert calls(joined(every), x, given) == [3]
+    assert count_flops(joined(every), x, given).total == 2 * rows * 96 * sum(WIDTHS)
+
+
+@native
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_matrices_of_codes(kind: str, rows: int) -> None:
+    x, matrices = numbers(rows, 96), [coded(width, 96, kind) for width in WIDTHS]
+
+    def every(x: Any, matrices: Any) -> Any:
+        return [
+            quantised_matmul(x, codes, scales, levels(kind), group=32, implementation="native")
+            for codes, scales in matrices
+        ]
+
+    for got, matrix in zip(same_as_apart(every, x, matrices), matrices, strict=True):
+        w = np.asarray(dequantise_matrix(*matrix, levels(kind), inner=96, group=32), np.float64)
+        assert (np.abs(got - x @ w.T) <= 2e-6 * (np.abs(x) @ np.abs(w.T))).all()
+    assert calls(joined(every), x, matrices) == [3]
+    assert count_flops(joined(every), x, matrices).total == 2 * rows * 96 * sum(WIDTHS)
+
+
+@native
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_matrices_of_codes_across(kind: str) -> None:
+    x, matrices = numbers(2, 700), [coded(700, width, kind) for width in WIDTHS]
+
+    def every(x: Any, matrices: Any) -> Any:
+        def one(width: int, codes: Any, scales: Any) -> Any:
+            def along(y: Any) -> Any:
+                return quantised_matmul(y, codes, scales, levels(kind), group=32, implementation="native")
+
+            return jax.linear_transpose(along, jax.ShapeDtypeStruct((2, width), jnp.float32))(x)[0]
+
+        return [one(width, *matrix) for width, matrix in zip(WIDTHS, matrices, strict=True)]
+
+    for width, got, matrix in zip(WIDTHS, same_as_apart(every, x, matrices), matrices, strict=True):
+        w = np.asarray(dequantise_matrix(*matrix, levels(kind), inner=width, group=32), np.float64)
+        assert (np.abs(got - x @ w) <= 2e-6 * (np.abs(x) @ np.abs(w))).all()
+    assert calls(joined(every), x, matrices) == [3]
+
+
+@native
+def test_many_vectors_take_their_products_one_by_one() -> None:
+    x, matrices = numbers(9, 96), [coded(width, 96, "int8") for width in WIDTHS]
+
+    def every(x: Any, matrices: Any) -> Any:
+        return [
+            quantised_matmul(x, codes, scales, group=32, implementation="native")
+            for codes, scales in matrices
+        ]
+
+    same_as_apart(every, x, matrices)
+    assert calls(joined(every), x, matrices) == [1, 1, 1]
+
+
+@native
+def test_what_waits_for_another_product_is_not_joined_with_it() -> None:
+    x, square, wide = numbers(4, 64), numbers(64, 64), numbers(64, 96)
+
+    def both(x: Any, square: Any, wide: Any) -> Any:
+        first = product(x, square)
+        return [product(x, square * first[0]), product(first, wide), product(x, wide * 2), first]
+
+    got = same_as_apart(both, x, square, wide)
+    first = x.astype(np.float64) @ square
+    np.testing.assert_allclose(got[0], x.astype(np.float64) @ (square * first[0]), rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(got[1], first @ wide, rtol=1e-4, atol=1e-3)
+    assert calls(joined(both), x, square, wide) == [1, 1, 2]
+
+
+@native
+def test_through_calls_and_beside_other_operations() -> None:
+    x, matrices = numbers(1, 96), [numbers(96, width) for width in WIDTHS]
+
+    @jax.jit
+    def inner(x: Any, w: Any) -> Any:
+        return jnp.tanh(product(x, w))
+
+    def every(given: Any) -> Any:
+        x = given["x"] + 1
+        found = [inner(x, w) * n for n, w in enumerate(given["matrices"], 1)]
+        return [*found, jax.lax.fori_loop(0, 3, lambda _, y: y * 2, found[0]), x]
+
+    given = {"x": x, "matrices": matrices}
+    got = same_as_apart(every, given)
+    np.testing.assert_allclose(got[1], 2 * np.tanh((x + 1) @ matrices[1]), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(got[3], 8 * got[0], rtol=1e-6)
+    assert calls(joined(every), given) == [3]
+
+
+def test_without_products() -> None:
+    got = joined(lambda x, y: {"sum": x + y["z"], "x": x, "three": 3.0})(jnp.ones(2), {"z": jnp.ones(2)})
+    np.testing.assert_array_equal(got["sum"], [2, 2])
+    np.testing.assert_array_equal(got["x"], [1, 1])
+    assert float(got["three"]) == 3.0
