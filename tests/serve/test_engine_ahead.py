@@ -65,6 +65,7 @@ def ahead_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the engine does, in order: steps whose tokens come from the device, other steps, and reading tokens."""
     done: list[str] = []
     step, read = engine._programs.step, Choice.read
+    monkeypatch.setattr(engine, "_host_computes", False)  # as where there is an accelerator
 
     def planted(shape: Any, cache: Any, inputs: Any, *rest: Any) -> Any:
         done.append("ahead" if isinstance(inputs["tokens"], jax.Array) else "step")
@@ -105,6 +106,12 @@ def test_each_step_but_the_first_is_started_before_the_tokens_of_the_last_are_re
         # A prompt is read, and its token; then there is a step for each further token, none after the last.
         assert done == ["step", "read", "step", *["ahead", "read"] * 4, "read"]
         assert engine.statistics().steps == 6
+        # On CPUs what changes logits is prepared between steps, not beside them.
+        monkeypatch.setattr(engine, "_host_computes", True)
+        changed = Request((1, 2, 3), max_tokens=6, sampling=Sampling(temperature=0.0, frequency_penalty=1.0))
+        done.clear()
+        written(engine, [changed])
+        assert done == ["step", "read"] * 6
 
 
 def test_a_text_that_ends_unexpectedly_takes_one_step_more_and_no_token(
@@ -158,6 +165,7 @@ def test_500_random_requests(kind: str) -> None:
         want = written(engine, asked)
     for pages in (60, 20):
         with Engine(model, **SIZES, pages=pages) as engine:
+            engine._host_computes = False
             check(written(engine, asked), want)
             assert engine.statistics().pages_used == 0
 

@@ -156,6 +156,8 @@ class Engine:
         self._vocabulary = settings.vocab_size
         self._writable = min(self._vocabulary, self._tokenizer.vocab_size)
         self._use_cache = use_cache
+        # Preparing what changes logits then takes the cores from a step beside it, which it slows down.
+        self._host_computes = model.backend.platform == "cpu"
         count = 1 + (
             pages_in_memory(model, page_size, cache_dtype, least=sizes.table, most=sizes.pages - 1)
             if pages is None
@@ -714,6 +716,8 @@ class Engine:
                 elif sequence.finished is None:
                     pieces.append(StepPiece(sequence, piece.place, 1, len(sequence.tokens), True))
             if not pieces or self._may_admit(len(running)):
+                return None
+            if self._host_computes and any(piece.sequence.changes_logits for piece in pieces):
                 return None
             if self._sizes.shape(len(pieces), 0) != step.shape:
                 return None  # fewer rows take less time, in other places
