@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 import jax
@@ -89,13 +91,15 @@ def stepper(model: ModularCapibaraModel, shape: StepShape) -> Any:
     return jax.jit(step, donate_argnums=3, compiler_options={"xla_backend_optimization_level": 0})
 
 
-def scheduled(model: ModularCapibaraModel, dtype: str | None = None) -> tuple[np.ndarray, np.ndarray]:
+def scheduled(
+    model: ModularCapibaraModel, dtype: str | None = None, shape: StepShape = SHAPE
+) -> tuple[np.ndarray, np.ndarray]:
     """The logits of every token of some texts that share steps, and those of each text computed at once."""
     random = np.random.default_rng(1)
     texts = [random.integers(0, 11, n).astype(np.int32) for n in (13, 4, 17, 1, 22, 9)]
     whole = jax.jit(lambda tokens: model.apply(model.params, tokens))
     want = [np.asarray(whole(jnp.asarray(np.pad(t, (0, 22 - len(t))))[None])[0, : len(t)]) for t in texts]
-    schedule, step = Schedule(texts, SHAPE, 2), stepper(model, SHAPE)
+    schedule, step = Schedule(texts, shape, 2), stepper(model, shape)
     cache, found = model.init_pages(PAGES, PAGE, SLOTS, dtype=dtype), {}
     while (given := schedule.step()) is not None:
         inputs, scored = given
@@ -116,6 +120,57 @@ FEW = ("attention", "mixed", "latent")
 def test_any_schedule_gives_the_whole(kind: str) -> None:
     found, want = scheduled(model_of((KINDS | FURTHER)[kind]))
     np.testing.assert_allclose(found, want, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "softcap"), [(5, None), (9, None), pytest.param(9, 3.0, marks=pytest.mark.slow)]
+)
+def test_latents_in_either_form_as_on_tpus(
+    chunk: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of pieces of 9 tokens keys and values are computed from the latents of a block of pages; and no platform's own
+    form of an operation is taken, so that blocks are read from the pages of all layers."""
+    forms = []
+
+    def portable(*arrays: Any, default: Any, **_: Any) -> Any:
+        forms.append(default)
+        return default(*arrays)
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", portable)
+    settings = KINDS["latent"] | ({} if softcap is None else {"model.attention_softcap": softcap})
+    found, want = scheduled(model_of(settings), shape=StepShape(2, 1, chunk))
+    np.testing.assert_allclose(found, want, rtol=2e-4, atol=2e-5)
+    assert forms
+
+
+def largest_floats(text: str) -> int:
+    """Elements of the largest array of floats in a program of StableHLO."""
+    shapes = re.findall(r"tensor<((?:\d+x)*)(?:f32|f64|bf16)>", text)
+    return max(math.prod(int(size) for size in shape.split("x") if size) for shape in shapes)
+
+
+@pytest.mark.parametrize("kind", ["latent", "windows and sinks"])
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("shape", [StepShape(2), StepShape(0, 1, 9)])
+def test_no_array_has_room_for_all_pages(kind: str, platform: str, shape: StepShape) -> None:
+    """However long texts may become, a step gathers a few of their pages at a time."""
+    model, table = model_of((KINDS | FURTHER)[kind]), 5000
+    cache = jax.eval_shape(lambda: model.init_pages(PAGES, PAGE, SLOTS))
+    of = dict.fromkeys(("starts", "counts", "slots", "outputs"), (shape.sequences,))
+    inputs = of | {"tokens": (shape.tokens,), "page_table": (shape.sequences, table)}
+    given = {key: jax.ShapeDtypeStruct(size, jnp.int32) for key, size in inputs.items()}
+    step = jax.jit(
+        lambda params, state, inputs, cache: model.decode_pages(params, inputs, cache, shape, state=state)
+    )
+    traced = step.trace(model.params, model.state, given, cache)
+    lowered = traced.lower(lowering_platforms=(platform,))
+    # 256 positions of a text at a time, of 4 heads of 7 elements or fewer each; a row of all is 20 000 positions.
+    assert largest_floats(lowered.as_text()) <= shape.sequences * 256 * 4 * 9 < table * PAGE
+    if platform == "cpu":
+        memory = lowered.compile({"xla_backend_optimization_level": "0"}).memory_analysis()
+        assert memory is not None
+        # Rows have 8 elements or more, of 4 bytes.
+        assert memory.temp_size_in_bytes < shape.sequences * table * PAGE * 8 * 4 / 2
 
 
 @pytest.mark.parametrize("kind", ["grouped", pytest.param("windows and sinks", marks=pytest.mark.slow)])

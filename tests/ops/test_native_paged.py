@@ -51,8 +51,11 @@ def check(case: dict[str, Any], **options: Any) -> None:
     st.sampled_from([1, 2, 37, 140]),
     st.sampled_from([1, 3, 16]),
     st.sampled_from([{}, {"window": 1}, {"window": 50}, {"softcap": 0.7}, {"scale": 0.4, "window": 129}]),
+    st.booleans(),
 )
-def test_values_are_the_definition(lengths, heads, dim, value_dim, new, page_size, options):
+def test_values_are_the_definition(lengths, heads, dim, value_dim, new, page_size, options, sunk):
+    if sunk:
+        options = options | {"sinks": np.array([0.5, -2.0, 9.0, -np.inf, 0, 1, 2, 3], np.float32)[: heads[1]]}
     sizes = {"dim": dim, "value_dim": value_dim, "new": new, "page_size": page_size}
     check(in_pages(lengths, kv_heads=heads[0], heads=heads[1], **sizes), **options)
 
@@ -114,12 +117,13 @@ def test_cpus_choose_it():
 def test_other_instruction_sets(name: str) -> None:
     program = """
 import json
+import numpy as np
 from capibara import native
 from paged_oracle import in_pages
 from test_native_paged import check
 for sizes in ((1, 8, 64, 64, 16, 1), (2, 4, 5, 19, 3, 37)):
     names = ("kv_heads", "heads", "dim", "value_dim", "page_size", "new")
-    for options in ({}, {"window": 30, "softcap": 2.0}):
+    for options in ({}, {"window": 30, "softcap": 2.0}, {"sinks": np.linspace(-2, 5, sizes[1], dtype=np.float32)}):
         check(in_pages([300, 1, 129, 0], **dict(zip(names, sizes))), **options)
 print("RESULT", json.dumps(native.isa()))
 """

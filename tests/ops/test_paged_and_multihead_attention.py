@@ -16,6 +16,7 @@ from paged_oracle import definition, in_pages
 
 from capibara.ops import OpShapeError, OpTypeError, OpValueError, OpWarning, explain
 from capibara.ops.attention import (
+    cached_attention,
     flash_attention,
     fused_multihead_attention,
     multihead_attention_params,
@@ -35,7 +36,16 @@ def made(new: int = 2) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
-@pytest.mark.parametrize("options", [{}, {"window": 2}, {"softcap": 0.5}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"window": 2},
+        {"softcap": 0.5},
+        {"sinks": np.array([0.5, -2.0, 9.0, -np.inf])},
+        {"sinks": np.array([1.0, 0.0, -1.0, 3.0]), "window": 2, "softcap": 0.5},
+    ],
+)
 @pytest.mark.parametrize("block", [1, 6, 256])
 def test_paged_value_is_the_definition(monkeypatch, options, implementation, block):
     monkeypatch.setattr(paged, "BLOCK", block)
@@ -62,6 +72,50 @@ def test_gradients_do_not_see_what_was_never_written(implementation):
     run = jax.jit(jax.grad(loss, (0, 1, 2)))
     for g, w in zip(run(*given), run(*map(jnp.nan_to_num, given)), strict=True):
         np.testing.assert_array_equal(g, w)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_gradients_with_sinks_are_those_of_gathered_pages(implementation):
+    case = in_pages([7, 5, 12, 3], kv_heads=2, heads=4, dim=5, value_dim=3, page_size=PAGE, new=2)
+    table, lengths = device_array(case["table"]), device_array(case["lengths"])
+    sinks = device_array([0.5, -2.0, 3.0, 1.0], jnp.float32)
+
+    def paged_loss(query, key, value, sinks):
+        out = paged_attention(query, key, value, table, lengths, sinks=sinks, implementation=implementation)
+        return jnp.sum(jnp.sin(out))
+
+    def gathered_loss(query, key, value, sinks):
+        keys, values = (x[table].reshape(len(table), -1, *x.shape[2:]) for x in (key, value))
+        out = cached_attention(query, keys, values, (lengths - 2)[:, None], sinks=sinks)
+        return jnp.sum(jnp.sin(out))
+
+    query, key, value = (device_array(np.nan_to_num(x), jnp.float32) for x in (case["query"], *case["pages"]))
+    given = query, key, value, sinks
+    got, want = (jax.jit(jax.grad(f, (0, 1, 2, 3)))(*given) for f in (paged_loss, gathered_loss))
+    for g, w in zip(got, want, strict=True):
+        assert np.any(w)
+        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-6)
+
+
+def test_no_array_has_the_positions_of_the_table():
+    """Whatever room a table has, a few pages are gathered at a time: with sinks, with codes and without."""
+    case = in_pages([7, 12], kv_heads=2, heads=4, dim=8, value_dim=8, page_size=4, new=1, table=1000)
+    query, key, value = (device_array(x, jnp.float32) for x in (case["query"], *case["pages"]))
+    table, lengths = device_array(case["table"]), device_array(case["lengths"])
+    sinks, scales = jnp.zeros(4), jnp.ones(key.shape[:3])
+    codes = key.astype(jnp.int8), value.astype(jnp.int8)
+    for given in (
+        (query, key, value, table, lengths),
+        (query, key, value, table, lengths, None, None, sinks),
+        (query, *codes, table, lengths, scales, scales, sinks),
+    ):
+        sizes = {
+            name: jax.jit(partial(paged_attention, implementation=name)).lower(*given).compile()
+            for name in ("xla", "reference")
+        }
+        temporary = {name: one.memory_analysis().temp_size_in_bytes for name, one in sizes.items()}
+        gathered = 2 * 1000 * 4 * 2 * 8 * 4  # of the keys alone
+        assert temporary["xla"] < gathered / 2 < temporary["reference"]
 
 
 def test_decoding_into_pages_gives_what_the_whole_sequence_gives():

@@ -32,7 +32,12 @@ SHAPES = {
     "heads of 80 and 96": {"kv_heads": 8, "heads": 8, "dim": 80, "value_dim": 96, "page_size": 2},
     "one head of 96": {"kv_heads": 1, "heads": 4, "dim": 96, "value_dim": 128, "page_size": 8},
 }
-OPTIONS: tuple[dict[str, Any], ...] = ({}, {"window": 3}, {"softcap": 0.7, "scale": 0.3})
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"window": 3},
+    {"softcap": 0.7, "scale": 0.3},
+    {"window": 3, "sinks": np.array([0.5, -2.0, 9.0, -np.inf, 0.0, 1.0, 2.0, 3.0], np.float32)},
+)
 QUICK = ("grouped", "parts of a head", "heads of 64")  # with options, and in bfloat16
 
 
@@ -67,6 +72,8 @@ def arrays(
 )
 def test_interpreted_value_is_the_definition(shape, options):
     case = in_pages([7, 0, 12, 3, 8], **SHAPES[shape])
+    if "sinks" in options:
+        options = options | {"sinks": options["sinks"][: SHAPES[shape]["heads"]]}
     check(case, jax.jit(partial(KERNEL, **options))(*arrays(case)), **options)
 
 
@@ -182,14 +189,16 @@ class TestInTheTpuInterpreter:
         yield
         pltpu.reset_tpu_interpret_mode_state()
 
-    @pytest.mark.parametrize("window", [None, 4])
-    def test_no_races(self, window, capfd):
+    @pytest.mark.parametrize(
+        "options", [{}, {"window": 4}, {"sinks": np.array([0.5, -2.0, 9.0, 1.0], np.float32)}]
+    )
+    def test_no_races(self, options, capfd):
         # Its interpreter has no view of 16-bit rows as words, so this is in float32.
         case = in_pages([7, 0, 21, 3, 16], kv_heads=2, heads=4, page_size=4, new=2)
         with pltpu.force_tpu_interpret_mode(self.PARAMS):
-            got = jax.block_until_ready(KERNEL(*arrays(case), window=window))
+            got = jax.block_until_ready(KERNEL(*arrays(case), **options))
         assert "RACE" not in capfd.readouterr().out
-        check(case, got, window=window)
+        check(case, got, **options)
 
 
 SCRIPT = r"""
@@ -244,6 +253,7 @@ measure("many new ones", 4, 16, 32, 8, 128, 16, 64, jnp.bfloat16, window=100, so
 # Pools as serving has them, of 32 MiB and more, with rows padded for heads of 64 and 80.
 measure("64 padded", 8, 1, 32, 8, 64, 16, 128, jnp.bfloat16, wide=128, pages=1024, value_dim=64)
 measure("80 padded", 8, 1, 8, 2, 80, 16, 128, jnp.bfloat16, wide=128, pages=4096, value_dim=80)
+measure("with sinks", 4, 1, 32, 8, 128, 16, 64, jnp.bfloat16, sinks=jnp.zeros(32, jnp.bfloat16))
 measure("odd heads", 4, 1, 32, 8, 60, 16, 64, jnp.bfloat16)
 print(json.dumps(out))
 """

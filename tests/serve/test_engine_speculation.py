@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,9 @@ from small_models import KINDS, SMALL
 
 from capibara.config import ModularModelConfig
 from capibara.core import ModularCapibaraModel
+from capibara.data import ByteTokenizer
 from capibara.errors import ConfigError
-from capibara.serve import Engine, Request, Sampling, Speculation
+from capibara.serve import Engine, Grammar, Request, Sampling, Speculation
 
 LONGEST = 64
 SIZES: dict[str, Any] = {"max_batch": 4, "page_size": 4, "prefill_tokens": 8, "prefill_chunks": 2}
@@ -138,6 +141,159 @@ def test_texts_with_penalties_are_guessed(model: ModularCapibaraModel, draft: bo
     if draft:  # which has the same penalties
         assert statistics.right_guesses > 0.9 * statistics.guessed_tokens
     assert statistics.pages_used == statistics.compilations == 0
+
+
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 3},
+            "age": {"type": "integer"},
+            "ok": {"type": "boolean"},
+        },
+        "required": ["name", "age", "ok"],
+        "additionalProperties": False,
+    }
+)
+GRAMMARS = (
+    Grammar("json_schema", SCHEMA),
+    Grammar("regex", "(ab|cd){1,8}!"),
+    Grammar("regex", "[0-9]{2,9}"),
+    Grammar("choice", "yes\nyesterday\nno"),
+)
+
+
+def requests_with_grammars(count: int, seed: int) -> list[Request]:
+    """Most of them with a grammar, among others; greedy and drawn, some with what changes logits, too."""
+    random = np.random.default_rng(seed)
+    found = []
+    for number in range(count):
+        grammar = GRAMMARS[number % 4] if random.random() < 0.8 else None
+        sampling = Sampling(
+            temperature=float(random.choice([0, 0.7, 1.0])),
+            frequency_penalty=float(random.choice([0, 0, 0.5])),
+            logit_bias=((int(random.integers(97, 101)), 3.0),) if random.random() < 0.3 else (),
+        )
+        found.append(
+            Request(
+                tuple(random.integers(0, 110, random.integers(1, 20)).tolist()),
+                max_tokens=int(random.integers(1, 44)),
+                min_tokens=int(random.integers(0, 4)) if random.random() < 0.3 else 0,
+                sampling=sampling,
+                seed=number,
+                grammar=grammar,
+                logprobs=1 if random.random() < 0.3 else None,
+                stop=("c",) if random.random() < 0.1 else (),
+            )
+        )
+    return found
+
+
+def follows(grammar: Grammar, text: str) -> bool:
+    """Whether a whole text is one of a grammar, without the package that the engine asks."""
+    if grammar.kind == "regex":
+        return re.fullmatch(grammar.text, text) is not None
+    if grammar.kind == "choice":
+        return text in grammar.text.split("\n")
+    read = json.loads(text)
+    return (
+        list(read) == ["name", "age", "ok"]
+        and isinstance(read["name"], str)
+        and len(read["name"]) <= 3
+        and type(read["age"]) is int
+        and type(read["ok"]) is bool
+    )
+
+
+@pytest.fixture(scope="module")
+def grammars_without(model: ModularCapibaraModel) -> tuple[list[Request], list[Any], int]:
+    pytest.importorskip("llguidance")
+    asked = requests_with_grammars(40, 0)
+    texts, statistics = written(model, asked, None)
+    return asked, texts, statistics.steps
+
+
+@pytest.mark.parametrize(
+    ("draft", "pages"),
+    [
+        (False, 60),
+        (False, 18),
+        (True, 60),
+        pytest.param(True, 18, marks=pytest.mark.slow),
+    ],
+)
+def test_texts_with_grammars_are_guessed(
+    model: ModularCapibaraModel, grammars_without: Any, draft: bool, pages: int
+) -> None:
+    asked, want, steps = grammars_without
+    texts, statistics = written(model, asked, Speculation(3, draft=model if draft else None), pages)
+    check(texts, want)
+    whole = [
+        follows(request.grammar, text)
+        for request, (_, text, finish, _) in zip(asked, texts, strict=True)
+        if request.grammar is not None and finish == "stop" and not request.stop
+    ]
+    assert len(whole) > 10
+    assert all(whole)
+    assert statistics.pages_used == statistics.compilations == 0
+    assert statistics.right_guesses > 0
+    assert statistics.steps < 0.8 * steps or statistics.preemptions
+    if draft:  # it has the same grammars
+        assert statistics.right_guesses > 0.9 * statistics.guessed_tokens
+
+
+def test_what_a_grammar_leaves_no_choice_about_is_guessed(model: ModularCapibaraModel) -> None:
+    pytest.importorskip("llguidance")
+    grammar = Grammar("regex", "(yesterday|tomorrow), (always|never), (friday|monday)")
+    asked = [Request((200, 130 + n), max_tokens=40, seed=n, grammar=grammar) for n in range(4)]
+    want, before = written(model, asked, None)
+    texts, statistics = written(model, asked, Speculation(4))
+    check(texts, want)
+    assert {finish for _, _, finish, _ in texts} == {"stop"}
+    # Of each word the first letter is the model's; five tokens a step are the most.
+    assert statistics.right_guesses > 0.6 * statistics.generated_tokens
+    assert statistics.steps < 0.6 * before.steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", [False, True])
+def test_500_random_requests_with_grammars(model: ModularCapibaraModel, draft: bool) -> None:
+    pytest.importorskip("llguidance")
+    asked = requests_with_grammars(500, 1)
+    want, _ = written(model, asked, None)
+    texts, statistics = written(model, asked, Speculation(4, draft=model if draft else None), 40)
+    check(texts, want)
+    assert statistics.right_guesses > 0
+
+
+def test_a_grammar_forgets_what_was_only_guessed() -> None:
+    pytest.importorskip("llguidance")
+    from capibara.serve.grammar import compile_grammar
+
+    state = compile_grammar(Grammar("regex", "[0-9]{3}-ab"), ByteTokenizer(), 300)
+
+    def allowed(*after: int) -> bytes:
+        return bytes(np.flatnonzero(state.allowed(after)[:256]).tolist())
+
+    digits = b"0123456789"
+    assert (state.follow(b"123-ab"), state.follow(b"123-abc"), state.follow(b"12x"), state.follow(b"")) == (
+        6,
+        6,
+        2,
+        0,
+    )
+    # Ids that the tokenizer does not have, whatever the model may write, come to nothing.
+    assert (state.follow([49, 299]), allowed(49, 299), allowed(299)) == (1, b"", b"")
+    assert (allowed(), allowed(*b"12"), allowed(*b"123"), allowed(*b"x")) == (digits, digits, b"-", b"")
+    assert allowed(*b"123-ab") == b""
+    assert state.forced() == []
+    for token in b"123":
+        assert state.accept(token)
+    assert allowed() == b"-"
+    assert bytes(state.forced()) == b"-ab"
+    assert (allowed(*b"-"), state.follow(b"123")) == (b"a", 0)
+    assert [state.accept(token) for token in b"-ab"] == [True, True, False]
+    assert state.may_end
 
 
 @pytest.mark.slow

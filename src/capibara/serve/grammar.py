@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,28 +42,64 @@ class GrammarState:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._seconds, self._asked = 0.0, 0
+        self._known: dict[tuple[int, ...], np.ndarray] = {}  # what may follow guesses, until a token comes
 
-    def allowed(self) -> np.ndarray:
-        """Which tokens may follow: bool ``[vocabulary]``.
+    def allowed(self, after: Sequence[int] = ()) -> np.ndarray:
+        """Which tokens may follow: bool ``[vocabulary]``; none where the grammar does not go on.
+
+        Args:
+          after: tokens that are taken to come first. They leave no trace: what is wrong with them is not an error.
 
         Raises:
           RequestError: the grammar takes more work than it may.
         """
+        key = tuple(after)
+        if key not in self._known:
+            self._known[key] = self._find_allowed(key)
+        return self._known[key]
+
+    def _find_allowed(self, after: tuple[int, ...]) -> np.ndarray:
         begun = time.thread_time()
-        packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        found = np.zeros(self._vocabulary, bool)
+        matcher = self._matcher
+        if after:
+            matcher, there = self._follow(after)
+            if there < len(after) or matcher.is_stopped():
+                return found
+        packed = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        if after and matcher.is_error():
+            return found
         self._check()
         self._seconds, self._asked = self._seconds + time.thread_time() - begun, self._asked + 1
         # All texts that are written wait for this one.
-        if self._seconds > _MOST_S and self._seconds / self._asked > _MOST_S_EACH:
+        if not after and self._seconds > _MOST_S and self._seconds / self._asked > _MOST_S_EACH:
             each = 1e3 * self._seconds / self._asked
             raise RequestError(
                 f"grammar: it takes {each:.0f} ms to find what may follow a token, expected at most "
                 f"{1e3 * _MOST_S_EACH:g} ms. Give one that is less ambiguous."
             )
         bits = np.unpackbits(packed, bitorder="little")[: self._vocabulary].astype(bool)
-        found = np.zeros(self._vocabulary, bool)
         found[: len(bits)] = bits
         return found
+
+    def follow(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens may come next, one after another."""
+        return self._follow(tokens)[1] if tokens else 0
+
+    def _follow(self, tokens: Sequence[int]) -> tuple[Any, int]:
+        """A copy of the matcher that has read these tokens as far as they may come, and how far that is."""
+        matcher = self._matcher.deep_copy()
+        for count, token in enumerate(tokens):
+            if matcher.is_stopped():
+                return matcher, count
+            matcher.consume_token(token)
+            if matcher.is_error():
+                return matcher, count
+        return matcher, len(tokens)
+
+    def forced(self) -> list[int]:
+        """The tokens that come next whatever is chosen, as the tokenizer would cut them; the first few at least."""
+        return list(self._matcher.compute_ff_tokens())
 
     @property
     def may_end(self) -> bool:
@@ -76,6 +112,7 @@ class GrammarState:
         Raises:
           RequestError: the token may not follow.
         """
+        self._known.clear()
         self._matcher.consume_token(token)
         self._check()
         return not self._matcher.is_stopped()

@@ -17,6 +17,7 @@ struct Paged {
   const void *keys, *values;              // [pages, page_size, kv_heads, width]
   const int32_t* page_table;              // [batch, table]
   const int32_t* lengths;                 // [batch]
+  const float* sinks;                     // [heads], a logit beside each row's scores; null: none
   void* out;                              // [batch, fresh, heads, value_dim]
 };
 

@@ -151,7 +151,12 @@ static void attend(const Paged& p, int64_t item, float* scratch) {
   float* const values = next(kBlock * wide);
   float* const best = next(rows);
   float* const total = next(rows);
-  for (int64_t r = 0; r < rows; ++r) best[r] = kFloor, total[r] = 0;
+  for (int64_t r = 0; r < rows; ++r) {
+    // A sink is a score without a value; scores are in base 2.
+    const float sink = p.sinks ? p.sinks[head * group(p) + r % group(p)] * kLog2E : kHidden;
+    best[r] = sink < kFloor ? kFloor : sink;
+    total[r] = sink < kFloor ? 0 : 1;
+  }
   for (int64_t i = 0; i < rows * wide; ++i) out[i] = 0;
   const int64_t length = p.lengths[sequence];
   const int64_t begin = length - p.fresh + first;  // of the first query, which may lie before the sequence

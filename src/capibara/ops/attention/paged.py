@@ -21,14 +21,14 @@ from jax import lax
 from capibara.ops.attention import paged_native, paged_tpu
 from capibara.ops.attention.pallas_calls import pad, round_up
 from capibara.ops.attention.problem import HIDDEN, ROW_FLOOR
-from capibara.ops.checks import check_scale, check_softcap
+from capibara.ops.checks import check_scale, check_sinks, check_softcap
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
 from capibara.ops.explicit import over_explicit_axes
 from capibara.ops.one_device import alike, on_platform
 from capibara.ops.registry import Implementation, Op, public
 from capibara.ops.rows import write_rows
 
-__all__ = ["code_rows", "paged_attention", "write_pages"]
+__all__ = ["code_rows", "over_blocks", "paged_attention", "write_pages"]
 
 # About so many cached positions of each sequence are computed at a time.
 BLOCK = 256
@@ -54,7 +54,13 @@ class PagedProblem:
     dtype: str
     pages_dtypes: tuple[str, str]
     coded: bool
+    sinks: bool
     implementation: str
+
+    @property
+    def together(self) -> int:
+        """Pages of a block."""
+        return max(1, min(self.table, BLOCK // self.page_size))
 
 
 def _check_pages(
@@ -114,6 +120,7 @@ def _prepare(
     lengths: Any,
     key_scales: Any = None,
     value_scales: Any = None,
+    sinks: Any = None,
     *,
     value_dim: int | None = None,
     scale: float | None = None,
@@ -154,6 +161,7 @@ def _prepare(
             raise OpTypeError(f"paged_attention: window must be an int or None, got {window!r}")
         if not 1 <= window < 1 << 31:
             raise OpValueError(f"paged_attention: window must be at least 1 and below 2^31, got {window}")
+    check_sinks("paged_attention", sinks, heads)
     softcap, scale = check_softcap("paged_attention", softcap), check_scale("paged_attention", scale)
     problem = PagedProblem(
         batch=batch,
@@ -172,9 +180,11 @@ def _prepare(
         dtype=str(jax.dtypes.canonicalize_dtype(query.dtype)),
         pages_dtypes=(str(key_pages.dtype), str(value_pages.dtype)),
         coded=coded,
+        sinks=sinks is not None,
         implementation=implementation,
     )
-    return problem, (query, key_pages, value_pages, page_table, lengths, *(scales if coded else ()))
+    more = (*(scales if coded else ()), *(() if sinks is None else (sinks,)))
+    return problem, (query, key_pages, value_pages, page_table, lengths, *more)
 
 
 def _scores(p: PagedProblem, q: jax.Array, key: jax.Array, slots: jax.Array, lengths: jax.Array) -> jax.Array:
@@ -215,30 +225,50 @@ def _start(p: PagedProblem, query: jax.Array) -> jax.Array:
     return query.reshape(p.batch, p.new, p.kv_heads, p.heads // p.kv_heads, -1)
 
 
-def _looped(
+def _more(p: PagedProblem, arrays: tuple[jax.Array, ...]) -> tuple[Any, Any, Any]:
+    """The scales of keys and of values, and the sinks, of the arrays after the lengths."""
+    key_scales, value_scales = arrays[:2] if p.coded else (None, None)
+    return key_scales, value_scales, arrays[-1] if p.sinks else None
+
+
+def _before(p: PagedProblem, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """The best score and the total of each row ``[batch, kv_heads, group, new, 1]`` before any key is seen."""
+    wide = jnp.float64 if p.dtype == "float64" else jnp.float32
+    shape = (p.batch, p.kv_heads, p.heads // p.kv_heads, p.new, 1)
+    if sinks is None:
+        return jnp.full(shape, ROW_FLOOR, wide), jnp.zeros(shape, wide)
+    logits = jnp.broadcast_to(sinks.astype(wide).reshape(1, *shape[1:3], 1, 1), shape)
+    best = jnp.maximum(lax.stop_gradient(logits), ROW_FLOOR)
+    return best, jnp.exp(logits - best)
+
+
+def over_blocks(
     p: PagedProblem,
     query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    table: jax.Array,
+    block: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
     lengths: jax.Array,
-    *scales: jax.Array,
+    sinks: jax.Array | None,
+    *arrays: Any,
 ) -> jax.Array:
-    """Some pages of every sequence at a time, as many times as the longest sequence needs."""
-    key_scales, value_scales = scales or (None, None)
+    """A block of pages of every sequence at a time, as many times as the longest sequence needs.
+
+    Args:
+      query: ``[batch, new, heads, dim]``.
+      block: ``(number, places)`` → keys ``[batch, places, kv_heads, dim]`` and values of ``value_dim``, finite ones
+        after a sequence's end, too. Block ``number`` has ``p.together`` pages, and places ``number * together *
+        page_size`` and on.
+      arrays: what ``block`` reads.
+    """
     wide = jnp.float64 if p.dtype == "float64" else jnp.float32
-    together = max(1, min(p.table, BLOCK // p.page_size))
-    table = jnp.pad(table, ((0, 0), (0, -p.table % together)))
     q = _start(p, query)
-    size = together * p.page_size
-    steps = jnp.clip(-(-jnp.max(lengths) // size), 0, table.shape[1] // together).astype(jnp.int32)
+    size = p.together * p.page_size
+    steps = jnp.clip(-(-jnp.max(lengths) // size), 0, -(-p.table // p.together)).astype(jnp.int32)
 
     def step(i: Any, carry: Any) -> Any:
         best, total, acc = carry
-        some = lax.dynamic_slice_in_dim(table, i * together, together, axis=1)
         slots = i * size + jnp.arange(size, dtype=jnp.int32)
-        s = _scores(p, q, _take(p, key, key_scales, p.used[0], some, slots, lengths), slots, lengths)
-        values = _take(p, value, value_scales, p.used[1], some, slots, lengths)
+        keys, values = block(i, slots)
+        s = _scores(p, q, keys, slots, lengths)
         new_best = jnp.maximum(best, jnp.max(lax.stop_gradient(s), axis=-1, keepdims=True))
         weights, shrink = jnp.exp(s - new_best), jnp.exp(best - new_best)
         more = jnp.einsum(
@@ -246,15 +276,31 @@ def _looped(
         )
         return new_best, total * shrink + jnp.sum(weights, axis=-1, keepdims=True), acc * shrink + more
 
-    lead = (p.batch, p.kv_heads, p.heads // p.kv_heads, p.new)
-    carry = (
-        jnp.full((*lead, 1), ROW_FLOOR, wide),
-        jnp.zeros((*lead, 1), wide),
-        jnp.zeros((*lead, value.shape[3]), wide),
-    )
-    _, total, acc = lax.fori_loop(0, steps, step, alike(carry, query, key, value, table, lengths))
+    best, total = _before(p, sinks)
+    carry = best, total, jnp.zeros((*best.shape[:-1], p.value_dim), wide)
+    _, total, acc = lax.fori_loop(0, steps, step, alike(carry, query, lengths, sinks, *arrays))
     out = acc / jnp.where(total == 0, 1.0, total)
     return jnp.moveaxis(out, 3, 1).reshape(p.batch, p.new, p.heads, -1).astype(p.dtype)
+
+
+def _looped(
+    p: PagedProblem,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    table: jax.Array,
+    lengths: jax.Array,
+    *more: jax.Array,
+) -> jax.Array:
+    key_scales, value_scales, sinks = _more(p, more)
+    padded = jnp.pad(table, ((0, 0), (0, -p.table % p.together)))
+
+    def block(i: jax.Array, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+        some = lax.dynamic_slice_in_dim(padded, i * p.together, p.together, axis=1)
+        keys = _take(p, key, key_scales, p.used[0], some, slots, lengths)
+        return keys, _take(p, value, value_scales, p.used[1], some, slots, lengths)
+
+    return over_blocks(p, query, block, lengths, sinks, key, value, table)
 
 
 def _reference(
@@ -264,17 +310,18 @@ def _reference(
     value: jax.Array,
     table: jax.Array,
     lengths: jax.Array,
-    *scales: jax.Array,
+    *more: jax.Array,
 ) -> jax.Array:
     """All pages of every sequence at once."""
-    key_scales, value_scales = scales or (None, None)
+    key_scales, value_scales, sinks = _more(p, more)
     wide = jnp.float64 if p.dtype == "float64" else jnp.float32
     slots = jnp.arange(p.table * p.page_size, dtype=jnp.int32)
     keys = _take(p, key, key_scales, p.used[0], table, slots, lengths)
     s = _scores(p, _start(p, query), keys, slots, lengths)
-    best = jnp.maximum(jnp.max(lax.stop_gradient(s), axis=-1, keepdims=True), ROW_FLOOR)
-    weights = jnp.exp(s - best)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
+    best, total = _before(p, sinks)
+    highest = jnp.maximum(jnp.max(lax.stop_gradient(s), axis=-1, keepdims=True), best)
+    weights = jnp.exp(s - highest)
+    total = total * jnp.exp(best - highest) + jnp.sum(weights, axis=-1, keepdims=True)
     values = _take(p, value, value_scales, p.used[1], table, slots, lengths)
     weights = (weights / jnp.where(total == 0, 1.0, total)).astype(values.dtype)
     out = jnp.einsum("bkgts,bskd->btkgd", weights, values, preferred_element_type=wide)
@@ -301,16 +348,18 @@ def _reading(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         return read(p, *arrays), arrays
 
     def backward(p: PagedProblem, arrays: Any, grad: jax.Array) -> tuple[Any, ...]:
-        if p.coded:  # codes have no gradient
-            grads: Any = jax.vjp(lambda query: _reference(p, query, *arrays[1:]), arrays[0])[1](grad)
-            return *grads, *[None] * (len(arrays) - 1)
-        table, lengths = arrays[3:]
+        # Codes and integers have no gradient.
+        of = [0] if p.coded else [0, 1, 2]
+        of += [len(arrays) - 1] if p.sinks else []
 
-        def whole(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            return _reference(p, query, key, value, table, lengths)
+        def whole(*some: jax.Array) -> jax.Array:
+            given = list(arrays)
+            for place, x in zip(of, some, strict=True):
+                given[place] = x
+            return _reference(p, *given)
 
-        grads = jax.vjp(whole, *arrays[:3])[1](grad)
-        return *grads, None, None
+        grads = dict(zip(of, jax.vjp(whole, *(arrays[place] for place in of))[1](grad), strict=True))
+        return tuple(grads.get(place) for place in range(len(arrays)))
 
     read.defvjp(forward, backward)
     return read
@@ -345,6 +394,7 @@ OP = Op(
     "lengths",
     "key_scales",
     "value_scales",
+    "sinks",
     out=lambda query, *_: query[:3],
 )
 def paged_attention(
@@ -355,6 +405,7 @@ def paged_attention(
     lengths: jax.Array,
     key_scales: jax.Array | None = None,
     value_scales: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     *,
     value_dim: int | None = None,
     scale: float | None = None,
@@ -390,7 +441,8 @@ def paged_attention(
       lengths: ``int [batch]``: positions of each sequence, including the new ones. For a length of 0 the output is 0.
       key_scales, value_scales: float32 ``[pages, page_size, kv_heads]`` where pages are int8 codes
         (:func:`code_rows`): what a row's codes are multiplied by. ``"xla"`` and ``"reference"`` take them; there is
-        then a gradient for the query alone.
+        then a gradient for the query and the sinks alone.
+      sinks: ``[heads]``, floating point: as for :func:`flash_attention`.
       value_dim: The length of a value where ``value_pages`` has longer rows; ``None`` means their whole length.
       scale: Factor on the scores; ``None`` means ``1 / sqrt(dim)``.
       window: The most positions that a query sees, including its own.
@@ -413,6 +465,7 @@ def paged_attention(
         lengths,
         key_scales,
         value_scales,
+        sinks,
         value_dim=value_dim,
         scale=scale,
         window=window,

@@ -27,7 +27,7 @@ _DTYPES = ("float32", "bfloat16")
 
 def _cost(ins: list[tuple[int, ...]], outs: list[tuple[int, ...]], attributes: Mapping[str, Any]) -> int:
     """FLOP if every page of the table is full: how long sequences are is data."""
-    query, keys, _, table, _ = ins
+    query, keys, _, table, *_ = ins
     seen = table[-1] * keys[-3]
     seen = min(seen, int(attributes["window"]) or seen)
     return 2 * math.prod(query[:-1]) * seen * (query[-1] + outs[0][-1])
@@ -56,10 +56,12 @@ def forward(
     value: jax.Array,
     table: jax.Array,
     lengths: jax.Array,
+    *sinks: jax.Array,
 ) -> jax.Array:
     dim, columns = problem.used
     out = jax.ShapeDtypeStruct((*query.shape[:-1], columns), query.dtype)
-    arrays = query[..., :dim], key, value, table.astype(jnp.int32), lengths
+    logits = sinks[0].astype(jnp.float32) if sinks else jnp.zeros(0, jnp.float32)
+    arrays = query[..., :dim], key, value, table.astype(jnp.int32), lengths, logits
     found = native.call_one_by_one(
         "capibara_paged_attention",
         (out,),

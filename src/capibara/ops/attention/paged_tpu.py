@@ -32,6 +32,7 @@ class PagedPlan:
       new: positions of each sequence that are queries.
       key_dim: how much of a key's row is not padding.
       window, softcap, scale: as for :func:`capibara.ops.attention.paged_attention`.
+      sinks: whether there are logits beside each row's scores.
       dtype: of the output.
       interpret: whether the kernel is interpreted.
     """
@@ -43,6 +44,7 @@ class PagedPlan:
     window: int | None
     softcap: float | None
     scale: float
+    sinks: bool
     dtype: str
     interpret: bool
 
@@ -115,7 +117,10 @@ def _vmem_bytes(problem: PagedProblem) -> int:
     positions = _together(problem) * problem.page_size
     blocks = 2 * _together(problem) * _page_bytes(problem)
     ends = 2 * 4 * problem.kv_heads * rows * _row(problem)
-    sums = 4 * problem.kv_heads * rows * (round_up(problem.value_dim, LANES) + 2 * LANES)
+    columns = (
+        4 if problem.sinks else 2
+    )  # of the best scores and totals, and of the sinks, which are there twice
+    sums = 4 * problem.kv_heads * rows * (round_up(problem.value_dim, LANES) + columns * LANES)
     scores = 4 * 4 * rows * round_up(positions, LANES)
     # A head's keys and values, as words, as float32 and as they are multiplied.
     head = 2 * 4 * positions * _row(problem)
@@ -132,6 +137,7 @@ def plan(problem: PagedProblem, interpret: bool) -> PagedPlan:
         window=problem.window,
         softcap=problem.softcap,
         scale=problem.scale,
+        sinks=problem.sinks,
         dtype=problem.dtype,
         interpret=interpret,
     )

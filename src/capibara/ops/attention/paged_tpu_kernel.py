@@ -32,7 +32,8 @@ __all__ = ["output"]
 def _kernel(
     plan: PagedPlan, table: Any, lengths: Any, query: Any, key_pages: Any, value_pages: Any, *refs: Any
 ) -> None:
-    out, keys, values, semaphores, best, total, acc = refs
+    sinks = refs[0] if plan.sinks else None
+    out, keys, values, semaphores, best, total, acc = refs[plan.sinks :]
     sequence = pl.program_id(0)
     length = lengths[sequence]
     (pages, page_rows, _), heads = key_pages.shape, query.shape[1]
@@ -59,8 +60,12 @@ def _kernel(
 
         lax.fori_loop(0, jnp.clip(pl.cdiv(end, page_size) - begin, 0, plan.together), one, 0)
 
-    best[...] = jnp.full(best.shape, ROW_FLOOR, jnp.float32)
-    total[...] = jnp.zeros(total.shape, jnp.float32)
+    if sinks is None:
+        best[...] = jnp.full(best.shape, ROW_FLOOR, jnp.float32)
+        total[...] = jnp.zeros(total.shape, jnp.float32)
+    else:
+        best[...] = jnp.maximum(sinks[...], ROW_FLOOR)
+        total[...] = jnp.exp(sinks[...] - best[...])
     acc[...] = jnp.zeros(acc.shape, jnp.float32)
 
     @pl.when(first < blocks)
@@ -145,7 +150,7 @@ def _rows_of(block: Any, head: int, heads: int) -> jax.Array:
 
 
 def output(
-    plan: PagedPlan, query: Any, key_pages: Any, value_pages: Any, table: Any, lengths: Any
+    plan: PagedPlan, query: Any, key_pages: Any, value_pages: Any, table: Any, lengths: Any, *sinks: Any
 ) -> jax.Array:
     """The output [batch, new, heads, value_dim], for the arrays of ``paged_attention``."""
     batch, new, all_heads, dim = query.shape
@@ -162,6 +167,11 @@ def output(
         width = min(last, LANES)
         return pltpu.VMEM((last // width, 2, plan.together * page_size * heads, width), key_pages.dtype)
 
+    # A logit for each row of a key head.
+    logits = [
+        pad(jnp.tile(x.astype(jnp.float32).reshape(heads, plan.group), (1, new))[..., None], 1, rows)
+        for x in sinks
+    ]
     pools = [x.reshape(x.shape[0], page_size * heads, x.shape[3]) for x in (key_pages, value_pages)]
     moved = key_pages.dtype.itemsize * batch * table.shape[1] * page_size * heads * (dim + value_dim)
     scores = batch * heads * rows * table.shape[1] * page_size
@@ -170,7 +180,11 @@ def output(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(batch,),
-            in_specs=[of_rows(dim), *[pl.BlockSpec(memory_space=pl.ANY)] * 2],
+            in_specs=[
+                of_rows(dim),
+                *[pl.BlockSpec(memory_space=pl.ANY)] * 2,
+                *[pl.BlockSpec(x.shape, lambda b, *_: (0, 0, 0)) for x in logits],
+            ],
             out_specs=of_rows(value_dim),
             scratch_shapes=[
                 block(dim),
@@ -182,7 +196,8 @@ def output(
             ],
         ),
         out_shape=kernel_results(
-            (query, key_pages, value_pages, table, lengths), ((batch, heads, rows, value_dim), plan.dtype)
+            (query, key_pages, value_pages, table, lengths, *sinks),
+            ((batch, heads, rows, value_dim), plan.dtype),
         )[0],
         # Sequences have nothing to do with one another: a chip with two cores shares them out.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
@@ -191,6 +206,6 @@ def output(
         ),
         interpret=plan.interpret,
         name="capibara_attention_paged",
-    )(table.astype(jnp.int32), lengths.astype(jnp.int32), query, *pools)
+    )(table.astype(jnp.int32), lengths.astype(jnp.int32), query, *pools, *logits)
     out = out[:, :, :count].reshape(batch, heads, new, plan.group, value_dim).swapaxes(1, 2)
     return out.reshape(batch, new, all_heads, value_dim)

@@ -29,7 +29,7 @@ from capibara.data import ByteTokenizer, Tokenizer
 from capibara.errors import ConfigError
 from capibara.serve.engine.adapters import AdapterRoom, Adapters
 from capibara.serve.engine.bundle import ProgramBundle
-from capibara.serve.engine.choosing import Asked, choose_tokens
+from capibara.serve.engine.choosing import Asked, Choice, choose_tokens, start_choice
 from capibara.serve.engine.early import EarlyPrograms
 from capibara.serve.engine.layers import layers_apart
 from capibara.serve.engine.limits import check_request, is_integer
@@ -37,7 +37,7 @@ from capibara.serve.engine.pages import PagePool
 from capibara.serve.engine.programs import Programs, pages_in_memory
 from capibara.serve.engine.sequences import Sequence
 from capibara.serve.engine.speculation import DraftModel, Earlier, Speculation, check_speculation
-from capibara.serve.engine.steps import EngineSizes, StepPiece
+from capibara.serve.engine.steps import EngineSizes, StartedStep, StepPiece
 from capibara.serve.engine.streams import PieceStream, StoppingText
 from capibara.serve.requests import (
     EngineClosedError,
@@ -156,6 +156,8 @@ class Engine:
         self._vocabulary = settings.vocab_size
         self._writable = min(self._vocabulary, self._tokenizer.vocab_size)
         self._use_cache = use_cache
+        # Preparing what changes logits then takes the cores from a step beside it, which it slows down.
+        self._host_computes = model.backend.platform == "cpu"
         count = 1 + (
             pages_in_memory(model, page_size, cache_dtype, least=sizes.table, most=sizes.pages - 1)
             if pages is None
@@ -190,6 +192,9 @@ class Engine:
         self._max_waiting, self._max_waiting_tokens = max_waiting, max_waiting_tokens
         self._running: list[Sequence] = []
         self._turn = (0, False)
+        self._refused: tuple[Sequence, int] | None = (
+            None  # for which there were no pages, and how many were free
+        )
         self._closing, self._closed, self._failed = False, False, ""
         self._progress_at = time.monotonic()
         self._counts: Counter[str] = Counter()
@@ -512,7 +517,10 @@ class Engine:
                 chunks += self._read(sequence, pieces, chunks, places, most)
         while chunks < places and self._waiting and len(self._running) < self._max_batch:
             sequence = self._waiting[0][1]
-            if sequence.turn != turn or not self._admit(sequence):
+            if sequence.turn != turn:
+                break
+            if not self._admit(sequence):
+                self._refused = sequence, self._pool.available
                 break
             self._running.append(sequence)
             heapq.heappop(self._waiting)
@@ -572,17 +580,31 @@ class Engine:
         sequence.slot = self._slots.pop()
         return True
 
+    def _may_admit(self, running: int) -> bool:
+        """Whether the next that waits may get pages and a slot when so many run, as far as is known."""
+        if not self._waiting or running >= self._max_batch:
+            return False
+        if running < len(self._running) or self._refused is None:
+            return True
+        sequence, free = self._refused
+        return self._waiting[0][1] is not sequence or self._pool.available > free
+
     def _reach(self, sequence: Sequence, length: int) -> bool:
         """Pages for so many tokens, which others or it itself give back where there are none; whether it has them."""
-        while len(sequence.pages) * self._pool.page_size < length:
-            found = self._pool.take(1)
-            if found is not None:
-                sequence.pages += found
-                continue
+        while not self._more_pages(sequence, length):
             last = max(self._running, key=lambda other: other.order)
             self._preempt(last)
             if last is sequence:
                 return False
+        return True
+
+    def _more_pages(self, sequence: Sequence, length: int) -> bool:
+        """Pages for so many tokens, as far as there are free ones; whether it has them."""
+        while len(sequence.pages) * self._pool.page_size < length:
+            found = self._pool.take(1)
+            if found is None:
+                return False
+            sequence.pages += found
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -634,32 +656,84 @@ class Engine:
             if any(guesses):
                 self._verify(pieces, guesses)
                 return
+        step: StartedStep | None = self._start(pieces)
+        while step is not None:
+            asked = [
+                Asked(self._sizes.place(step.shape, piece), piece.sequence)
+                for piece in step.pieces
+                if piece.last and piece.sequence.finished is None
+            ]
+            choice = start_choice(self._programs, step.logits, asked, self._vocabulary) if asked else None
+            ahead = None if choice is None else self._start_ahead(step, choice.chosen.tokens)
+            self._finish(step, choice)
+            self._progress_at = time.monotonic()
+            step = ahead
+
+    def _start(self, pieces: list[StepPiece], tokens: Any | None = None) -> StartedStep:
+        """Have the device compute a step.
+
+        Args:
+          tokens: as for :meth:`EngineSizes.inputs`.
+        """
         rows = 1 + max((piece.place for piece in pieces), default=-1)
-        chunks = max((-piece.place for piece in pieces), default=0)
-        shape = min(
-            (s for s in self._sizes.plain if s.rows >= rows and s.chunks >= chunks),
-            key=lambda s: (s.tokens, s.rows),
-        )
-        inputs = self._sizes.inputs(shape, pieces)
+        shape = self._sizes.shape(rows, max((-piece.place for piece in pieces), default=0))
+        inputs = self._sizes.inputs(shape, pieces, tokens)
         adapter = pieces[0].sequence.adapter if pieces else None
         weights = None if adapter is None else adapter.weights
         logits, self._cache = self._programs.step(shape, self._cache, inputs, weights)
         if self._draft is not None:
-            late = [p.sequence for p in pieces if p.place >= 0 and p.sequence.grammar is None]
+            late = [p.sequence for p in pieces if p.place >= 0]
             if late:
                 alone = next(s for s in self._sizes.plain if s.rows >= len(late) and not s.chunks)
                 self._draft.catch_up(alone, self._sizes.table, late)
             self._draft.follow(shape, inputs)
-        asked = [piece for piece in pieces if piece.last]
-        if asked:
-            places = [Asked(self._sizes.place(shape, piece), piece.sequence) for piece in asked]
-            found = choose_tokens(self._programs, logits, places, self._vocabulary)
-        else:
-            found = []
-            jax.block_until_ready(logits)
+        return StartedStep(pieces, shape, logits)
+
+    def _start_ahead(self, step: StartedStep, tokens: Any) -> StartedStep | None:
+        """Have the device compute the step after one whose tokens are not known here yet, if it can be said without
+        them what that step computes.
+
+        So the device goes on while its tokens are handed on, grammars read them and the next step is prepared. A text
+        that ends with its token has then been computed for nothing, and what the step wrote of it lies in pages that
+        are given to others only by later steps. Nobody gives pages back for a step ahead.
+
+        Args:
+          tokens: int32 ``[rows]`` on the device.
+        """
+        if step.shape.chunks or self._speculation is not None or not self._use_cache:
+            return None
+        with self._there:
+            self._drop()
+            running = {id(piece.sequence) for piece in step.pieces if piece.sequence.finished is None}
+            if self._closed or running != set(map(id, self._running)):
+                return None
+            pieces = []
+            for piece in step.pieces:
+                sequence = piece.sequence
+                last = sequence.written + 1 >= sequence.most
+                if last or sequence.complete or sequence.failure is not None:
+                    running.discard(id(sequence))
+                elif sequence.finished is None:
+                    pieces.append(StepPiece(sequence, piece.place, 1, len(sequence.tokens), True))
+            if not pieces or self._may_admit(len(running)):
+                return None
+            if self._host_computes and any(piece.sequence.changes_logits for piece in pieces):
+                return None
+            if self._sizes.shape(len(pieces), 0) != step.shape:
+                return None  # fewer rows take less time, in other places
+            for piece in pieces:
+                if not self._more_pages(piece.sequence, piece.start + 1):
+                    return None
+        return self._start(pieces, tokens)
+
+    def _finish(self, step: StartedStep, choice: Choice | None) -> None:
+        """Wait for a step, and hand on what it gives."""
+        found = [] if choice is None else list(zip(choice.asked, choice.read(), strict=True))
+        if choice is None and any(piece.sequence.finished is None for piece in step.pieces):
+            jax.block_until_ready(step.logits)
         with self._there:
             self._counts["steps"] += 1
-            for piece in pieces:
+            for piece in step.pieces:
                 sequence = piece.sequence
                 if sequence.finished is not None:
                     continue
@@ -667,8 +741,8 @@ class Engine:
                     sequence.drafted = piece.start + piece.count
                 sequence.computed = max(sequence.computed, piece.start + piece.count)
                 self._remember(sequence)
-            for piece, one in zip(asked, found, strict=True):
-                self._take(piece.sequence, [one])
+            for one, token in found:
+                self._take(one.sequence, [token])
 
     def _take(self, sequence: Sequence, found: list[tuple[int, Any]]) -> None:
         """Tokens that a step gave to a text."""
@@ -752,7 +826,7 @@ class Engine:
         with self._there:
             for sequence in sequences:
                 count = min(settings.tokens, sequence.most - sequence.written - 1)
-                if sequence.grammar is not None or count < 1:
+                if count < 1:
                     counts.append(0)
                     continue
                 length = len(sequence.tokens)
@@ -767,7 +841,15 @@ class Engine:
         for sequence, count in zip(sequences, counts, strict=True):
             if count and sequence.earlier is None:
                 sequence.earlier = Earlier(settings.longest)
-            found.append(sequence.earlier.guess(sequence.tokens, count) if count else [])
+            if not count:
+                found.append([])
+                continue
+            forced = [] if sequence.grammar is None else sequence.grammar.forced()[:count]
+            guess = [*forced, *sequence.earlier.guess(sequence.tokens, count - len(forced), forced)]
+            if sequence.grammar is not None:
+                del guess[sequence.grammar.follow(guess) :]
+            # A grammar may force what its tokenizer has and the model has not.
+            found.append(list(itertools.takewhile(lambda token: token < self._writable, guess)))
         return found
 
     def _verify(self, pieces: list[StepPiece], guesses: list[list[int]]) -> None:
@@ -802,8 +884,9 @@ class Engine:
                 computed = piece.start + 1 + right
                 sequence.drafted = min(sequence.drafted, computed)
                 for one in found[: 1 + right]:
-                    if sequence.finished is None:
+                    if sequence.finished is None and one[0] >= 0:
                         self._take(sequence, [one])
                 if sequence.finished is None and not sequence.cancelled:
-                    sequence.computed = computed
+                    # Of a text that a grammar ends after a guess the next step says so.
+                    sequence.computed = min(computed, len(sequence.tokens) - 1)
                     self._remember(sequence)

@@ -3,8 +3,7 @@
 A step takes about as long for a few tokens of a text as for one, since what takes the time is reading the weights. So
 the step is given guesses of the next tokens, too, and every one that the model would have written itself is kept. What
 a text is does not depend on guesses: each token is chosen from the model's own logits, with the random numbers that it
-has without them, and with the penalties that it has after the tokens before it. Texts that follow a grammar are not
-guessed: it would have to read the guesses, and to take back those that are wrong.
+has without them, and with the penalties, and what a grammar allows, after the tokens before it.
 
 Guesses come from a smaller model of the same vocabulary, whose keys and values lie in pages of the same numbers, or
 from the text itself: what followed the same tokens earlier (Saxena, 2023, *prompt lookup decoding*).
@@ -93,15 +92,20 @@ class Earlier:
         self._after: dict[tuple[int, ...], int] = {}
         self._known = 0
 
-    def guess(self, tokens: Row[int], count: int) -> list[int]:
-        """The tokens after the longest such place, at most so many."""
+    def guess(self, tokens: Row[int], count: int, after: Row[int] = ()) -> list[int]:
+        """The tokens after the longest such place, at most so many.
+
+        Args:
+          after: tokens that are taken to follow the text before them.
+        """
         # The last token is not yet followed by anything.
         for end in range(max(1, self._known), len(tokens)):
             for size in range(_SHORTEST, min(self._longest, end) + 1):
                 self._after[tuple(tokens[end - size : end])] = end
         self._known = len(tokens)
-        for size in range(min(self._longest, len(tokens)), _SHORTEST - 1, -1):
-            place = self._after.get(tuple(tokens[len(tokens) - size :]))
+        last = [*tokens[-self._longest :], *after]
+        for size in range(min(self._longest, len(last)), _SHORTEST - 1, -1):
+            place = self._after.get(tuple(last[-size:]))
             if place is not None:
                 return list(tokens[place : place + count])
         return []
@@ -161,11 +165,16 @@ class DraftModel:
         last = [s.tokens[-1] for s in sequences]
         for ahead in range(max(counts, default=0)):
             rows = [s if n > ahead else None for s, n in zip(sequences, counts, strict=True)]
+            if not any(rows):
+                break
             logits = self._step(shape, table, rows, [s.computed + ahead for s in sequences], last)
             asked = [Asked(place, s, tuple(found[place])) for place, s in enumerate(rows) if s is not None]
             # With the noise of the text's own tokens: so at a high temperature, too, guesses are often right.
             tokens = choose_tokens(self.programs, logits, asked, self._vocabulary)
             for one, (token, _) in zip(asked, tokens, strict=True):
+                if token < 0:
+                    counts[one.place] = ahead  # its grammar has ended
+                    continue
                 found[one.place].append(token)
                 last[one.place] = token
         for s, n in zip(sequences, counts, strict=True):

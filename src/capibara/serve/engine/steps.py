@@ -16,7 +16,7 @@ from capibara.core.paged import StepShape
 from capibara.errors import ConfigError
 from capibara.serve.engine.sequences import Sequence
 
-__all__ = ["EngineSizes", "StepPiece"]
+__all__ = ["EngineSizes", "StartedStep", "StepPiece"]
 
 
 def _name(dtype: Any) -> str | None:
@@ -37,6 +37,15 @@ class StepPiece:
     count: int
     start: int
     last: bool
+
+
+@dataclass
+class StartedStep:
+    """A step that the device computes: its pieces, its shape, and the logits that it will give."""
+
+    pieces: list[StepPiece]
+    shape: StepShape
+    logits: Any
 
 
 @dataclass(frozen=True)
@@ -153,11 +162,23 @@ class EngineSizes:
         """All shapes, those of a plain request first."""
         return [*self.plain, *self.guessed, self.scored]
 
-    def inputs(self, shape: StepShape, pieces: Row[StepPiece] = ()) -> dict[str, np.ndarray]:
-        """The arrays of a step."""
+    def shape(self, rows: int, chunks: int) -> StepShape:
+        """The smallest shape of steps without guesses that has room for so many rows and pieces of prompts."""
+        return min(
+            (s for s in self.plain if s.rows >= rows and s.chunks >= chunks), key=lambda s: (s.tokens, s.rows)
+        )
+
+    def inputs(
+        self, shape: StepShape, pieces: Row[StepPiece] = (), tokens: Any | None = None
+    ) -> dict[str, Any]:
+        """The arrays of a step.
+
+        Args:
+          tokens: int32 ``[tokens]``, where they are on the device already; by default those of the pieces.
+        """
         none = np.full(shape.sequences, -1, np.int32)
-        found = {
-            "tokens": np.zeros(shape.tokens, np.int32),
+        found: dict[str, Any] = {
+            "tokens": np.zeros(shape.tokens, np.int32) if tokens is None else tokens,
             "starts": np.zeros(shape.sequences, np.int32),
             "counts": np.zeros(shape.sequences, np.int32),
             "page_table": np.full((shape.sequences, self.table), -1, np.int32),
@@ -169,7 +190,8 @@ class EngineSizes:
             place = self.place(shape, piece)
             first = place if place < shape.rows else shape.rows + (place - shape.rows) * shape.chunk
             end = piece.start + piece.count
-            found["tokens"][first : first + piece.count] = piece.sequence.tokens[piece.start : end]
+            if tokens is None:
+                found["tokens"][first : first + piece.count] = piece.sequence.tokens[piece.start : end]
             found["starts"][place], found["counts"][place] = piece.start, piece.count
             found["page_table"][place, : len(piece.sequence.pages)] = piece.sequence.pages
             found["slots"][place] = piece.sequence.slot

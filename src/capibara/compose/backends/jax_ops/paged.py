@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from capibara.compose.backends.jax_ops.language import ragged_cached_conv, ragged_continued_scan
-from capibara.compose.backends.jax_ops.latent import attended_rows
+from capibara.compose.backends.jax_ops.latent import attended_pages
 from capibara.compose.backends.jax_stacked import Row
 from capibara.ops.rows import write_rows
 
@@ -152,15 +152,8 @@ def paged_codes_attention(
         pages = held[0], held[1], of_table, lengths
         return attend(x, *pages, scales[0], scales[1], value_dim=value.shape[-1], **options)
 
-    def decoded(of_table: Array, lengths: Array) -> list[Array]:
-        found = []
-        for codes, scale_of in zip(held, scales, strict=True):
-            numbers = codes[of_table].astype(jnp.float32) * scale_of[of_table][..., None]
-            found.append(_in_a_row(numbers.astype(query.dtype), lengths)[..., : query.shape[-1]])
-        return found
-
-    options = {"scale": scale, "window": window, "softcap": softcap}
-    out = _attended(query, table, starts, counts, shape, sinks, options, of, decoded)
+    options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+    out = _attended(query, table, starts, counts, shape, options, of)
     return out, *(pool.back(flat) for pool, flat in zip(pools, new, strict=True))
 
 
@@ -175,19 +168,14 @@ def _attended(
     starts: Array,
     counts: Array,
     shape: tuple[int, int, int],
-    sinks: Array | None,
     options: dict[str, Any],
     attend: Callable[..., Array],
-    gathered: Callable[[Array, Array], list[Array]],
 ) -> Array:
     """What new tokens see of the pages of their sequences.
 
     Args:
-        attend: ``(queries, table, lengths, options)`` → the output of the last tokens. gathered: ``(table, lengths)`` →
-            the keys and values of each sequence in a row.
+        attend: ``(queries, table, lengths, options)`` → the output of the last tokens.
     """
-    from capibara.ops.attention import cached_attention
-
     rows, out = shape[0], []
     for part, x in enumerate(_parts(query, *shape)):
         if 0 in x.shape:
@@ -195,13 +183,8 @@ def _attended(
         of = slice(rows) if part == 0 else slice(rows, None)
         real = jnp.minimum(counts[of], x.shape[1])
         lengths = jnp.where(real > 0, starts[of] + real, 0)
-        if sinks is None:
-            done = attend(_moved(x, x.shape[1] - real), table[of], lengths, options)
-            out.append(_moved(done, real - x.shape[1]))
-            continue
-        at = starts[of, None] + jnp.arange(x.shape[1], dtype=jnp.int32)
-        keys, values = gathered(table[of], lengths)
-        out.append(cached_attention(x, keys, values, at, sinks=sinks, **options))
+        done = attend(_moved(x, x.shape[1] - real), table[of], lengths, options)
+        out.append(_moved(done, real - x.shape[1]))
     return _cleared(out, counts, *shape)
 
 
@@ -226,7 +209,7 @@ def paged_attention(
     from capibara.ops.attention import paged_attention as attend
     from capibara.ops.attention import write_pages
 
-    shape, dim = (rows, chunks, chunk), query.shape[-1]
+    shape = rows, chunks, chunk
     keys, values = _Pool(key_pages), _Pool(value_pages)
     starts, counts = jnp.asarray(starts, jnp.int32), jnp.asarray(counts, jnp.int32)
     pages, within = keys.places(page_table, starts, counts, *shape)
@@ -236,11 +219,8 @@ def paged_attention(
     def of(x: Array, of_table: Array, lengths: Array, options: dict[str, Any]) -> Array:
         return attend(x, new[0], new[1], of_table, lengths, value_dim=value.shape[-1], **options)
 
-    def gathered(of_table: Array, lengths: Array) -> list[Array]:
-        return [_gathered(pool, (of_table,), lengths)[..., :dim] for pool in new]
-
-    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-    out = _attended(query, table, starts, counts, shape, sinks, options, of, gathered)
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+    out = _attended(query, table, starts, counts, shape, options, of)
     return out, keys.back(new[0]), values.back(new[1])
 
 
@@ -254,21 +234,6 @@ def _moved(x: Array, by: Array) -> Array:
         return x
     places = jnp.clip(jnp.arange(x.shape[1], dtype=jnp.int32) - by[:, None], 0, x.shape[1] - 1)
     return jnp.take_along_axis(x, places[(..., *[None] * (x.ndim - 2))], axis=1)
-
-
-def _gathered(pool: Array, where: tuple[Array, ...], lengths: Array) -> Array:
-    """The pages ``where[-1] [sequences, table]`` in a row: ``[sequences, table * page_size, heads, width]``.
-
-    After each one's end it is 0: there a page may hold anything that an earlier sequence left, and 0 times what is
-    not finite is not 0.
-    """
-    return _in_a_row(pool[where], lengths)
-
-
-def _in_a_row(taken: Array, lengths: Array) -> Array:
-    taken = taken.reshape(taken.shape[0], -1, *taken.shape[3:])
-    known = jnp.arange(taken.shape[1], dtype=jnp.int32) < lengths[:, None]
-    return jnp.where(known[..., None, None], taken, jnp.zeros((), taken.dtype))
 
 
 def paged_latent_attention(
@@ -294,16 +259,13 @@ def paged_latent_attention(
     page, within = pool.places(page_table, starts, counts, *shape)
     new = write_rows(pool.flat, (*pool.index, page[:, 0], within), own)
     table = pool.readable(page_table)
-    out = []
-    for part, x in enumerate(_parts(query, *shape)):
-        if 0 in x.shape:
-            continue
-        of = slice(rows) if part == 0 else slice(rows, None)
-        at = starts[of, None] + jnp.arange(x.shape[1], dtype=jnp.int32)
-        real = jnp.minimum(counts[of], x.shape[1])
-        held = _gathered(new, (*pool.index, table[of]), jnp.where(real > 0, starts[of] + real, 0))
-        out.append(attended_rows(x, weight, held, at, window, softcap, accumulate, scale))
-    return _cleared(out, counts, *shape), pool.back(new)
+
+    def of(x: Array, of_table: Array, lengths: Array, options: dict[str, Any]) -> Array:
+        where = (*pool.index, of_table)
+        return attended_pages(x, weight, new, where, lengths, accumulate=accumulate, **options)
+
+    options = {"window": window, "softcap": softcap, "scale": scale}
+    return _attended(query, table, starts, counts, shape, options, of), pool.back(new)
 
 
 class _Slots:

@@ -1,0 +1,187 @@
+"""The device computes the next step before the tokens of the last one are read, and texts stay the same."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from small_models import KINDS, SMALL
+
+from capibara.config import ModularModelConfig
+from capibara.core import ModularCapibaraModel
+from capibara.serve import Engine, Grammar, Request, Sampling
+from capibara.serve.engine.choosing import Choice
+
+LONGEST = 64
+SIZES: dict[str, Any] = {"max_batch": 4, "page_size": 4, "prefill_tokens": 8, "prefill_chunks": 2}
+GREEDY = Sampling(temperature=0.0)
+NUMBERS = "[0-9]{2,6}(-[a-f]{1,4})?"
+
+
+def model_of(kind: str) -> ModularCapibaraModel:
+    settings = {"model.vocab_size": 300, "model.max_sequence_length": LONGEST, "train.sequence_length": 32}
+    return ModularCapibaraModel(ModularModelConfig.from_dict({}, SMALL | KINDS[kind] | settings))
+
+
+@pytest.fixture(scope="module")
+def model() -> ModularCapibaraModel:
+    return model_of("grouped")
+
+
+def requests(count: int, seed: int) -> list[Request]:
+    """All that makes a text end, or its tokens depend on those before, with one another."""
+    random = np.random.default_rng(seed)
+    found = []
+    for number in range(count):
+        prompt = random.integers(0, 200, random.integers(1, 24))
+        sampling = Sampling(
+            temperature=float(random.choice([0, 0, 0.8])),
+            frequency_penalty=float(random.choice([0, 0, 0.5])),
+            repetition_penalty=float(random.choice([1, 1, 1.3])),
+            logit_bias=((int(random.integers(0, 200)), 3.0),) if random.random() < 0.2 else (),
+        )
+        kind = random.integers(0, 5)
+        found.append(
+            Request(
+                tuple(prompt.tolist()),
+                max_tokens=int(random.integers(1, 36)),
+                min_tokens=int(random.integers(0, 4)),
+                sampling=sampling,
+                seed=number,
+                logprobs=1 if random.random() < 0.3 else None,
+                stop=tuple("aeiou") if kind == 0 else (),
+                stop_tokens=frozenset(random.integers(0, 256, 60).tolist()) if kind == 1 else frozenset(),
+                grammar=Grammar("regex", NUMBERS) if kind == 2 else None,
+                priority=int(random.integers(0, 2)),
+            )
+        )
+    return found
+
+
+def ahead_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the engine does, in order: steps whose tokens come from the device, other steps, and reading tokens."""
+    done: list[str] = []
+    step, read = engine._programs.step, Choice.read
+    monkeypatch.setattr(engine, "_host_computes", False)  # as where there is an accelerator
+
+    def planted(shape: Any, cache: Any, inputs: Any, *rest: Any) -> Any:
+        done.append("ahead" if isinstance(inputs["tokens"], jax.Array) else "step")
+        return step(shape, cache, inputs, *rest)
+
+    def reads(self: Choice) -> Any:
+        done.append("read")
+        return read(self)
+
+    monkeypatch.setattr(engine._programs, "step", planted)
+    monkeypatch.setattr(Choice, "read", reads)
+    return done
+
+
+def written(engine: Engine, asked: list[Request]) -> list[Any]:
+    texts = []
+    for stream in [engine.submit(request) for request in asked]:
+        pieces = list(stream)
+        tokens = [token for piece in pieces for token in piece.tokens]
+        scores = [score.logprob for piece in pieces for score in piece.scores]
+        texts.append((tokens, "".join(piece.text for piece in pieces), pieces[-1].finish, scores))
+    return texts
+
+
+def check(texts: list[Any], want: list[Any]) -> None:
+    for (tokens, text, finish, scores), (*same, likely) in zip(texts, want, strict=True):
+        assert [tokens, text, finish] == same
+        np.testing.assert_allclose(scores, likely, atol=1e-4)
+
+
+def test_each_step_but_the_first_is_started_before_the_tokens_of_the_last_are_read(
+    model: ModularCapibaraModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(model, **SIZES, pages=60, warm=False) as engine:
+        done = ahead_of(engine, monkeypatch)
+        (text,) = written(engine, [Request((1, 2, 3), max_tokens=6, sampling=GREEDY)])
+        assert len(text[0]) == 6
+        # A prompt is read, and its token; then there is a step for each further token, none after the last.
+        assert done == ["step", "read", "step", *["ahead", "read"] * 4, "read"]
+        assert engine.statistics().steps == 6
+        # On CPUs what changes logits is prepared between steps, not beside them.
+        monkeypatch.setattr(engine, "_host_computes", True)
+        changed = Request((1, 2, 3), max_tokens=6, sampling=Sampling(temperature=0.0, frequency_penalty=1.0))
+        done.clear()
+        written(engine, [changed])
+        assert done == ["step", "read"] * 6
+
+
+def test_a_text_that_ends_unexpectedly_takes_one_step_more_and_no_token(
+    model: ModularCapibaraModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(model, **SIZES, pages=60, warm=False) as engine:
+        ((tokens, *_),) = written(engine, [Request((7, 8), max_tokens=12, sampling=GREEDY)])
+        at = next(n for n in range(2, 12) if tokens[n] not in tokens[:n])
+        ends = Request((7, 8), max_tokens=12, sampling=GREEDY, stop_tokens=frozenset({tokens[at]}))
+        before = engine.statistics()
+        done = ahead_of(engine, monkeypatch)
+        ((found, _, finish, _),) = written(engine, [ends])
+        assert (found, finish) == (tokens[:at], "stop")
+        assert done.count("read") == at + 1
+        (again,) = written(engine, [ends])  # after it the step that nobody asked for has been counted
+        assert again[0] == found
+        after = engine.statistics()
+        assert after.pages_used == 0
+        assert after.generated_tokens - before.generated_tokens == 2 * (at + 1)
+        assert at + 1 < after.steps - before.steps <= 2 * (at + 2)
+
+
+@pytest.mark.parametrize("pages", [60, 18])
+def test_texts_are_those_of_whole_recomputation(
+    model: ModularCapibaraModel, pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llguidance")
+    asked = requests(40, pages)
+    with Engine(model, **SIZES, pages=60, use_cache=False) as engine:
+        want = written(engine, asked)
+    with Engine(model, **SIZES, pages=pages) as engine:
+        done = ahead_of(engine, monkeypatch)
+        texts = written(engine, asked)
+        found = engine.statistics()
+    check(texts, want)
+    for request, (_, text, finish, _) in zip(asked, texts, strict=True):
+        if request.grammar is not None and finish == "stop":
+            assert re.fullmatch(NUMBERS, text)
+    assert {finish for _, _, finish, _ in texts} == {"stop", "length"}
+    assert done.count("ahead") > 20
+    assert (found.pages_used, found.compilations) == (0, 0)
+    assert found.preemptions > 0 or pages == 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mixed", "latent", "experts", "mamba"])
+def test_500_random_requests(kind: str) -> None:
+    pytest.importorskip("llguidance")
+    model, asked = model_of(kind), requests(500, 1)
+    with Engine(model, **SIZES, pages=60, use_cache=False) as engine:
+        want = written(engine, asked)
+    for pages in (60, 20):
+        with Engine(model, **SIZES, pages=pages) as engine:
+            engine._host_computes = False
+            check(written(engine, asked), want)
+            assert engine.statistics().pages_used == 0
+
+
+def test_readers_that_go_away_take_no_pages_with_them(model: ModularCapibaraModel) -> None:
+    asked = [Request((n, n + 1), max_tokens=40, sampling=GREEDY) for n in range(12)]
+    with Engine(model, **SIZES, pages=24) as engine:
+        (alone,) = written(engine, asked[:1])
+        for go in range(4):
+            streams = [engine.submit(request) for request in asked]
+            for number, stream in enumerate(streams):
+                finish = None
+                for count, piece in enumerate(stream):
+                    if number and count == go + number % 3:
+                        stream.cancel()
+                    finish = piece.finish
+                assert finish in (("length", "cancelled") if number else ("length",))
+            assert engine.statistics().pages_used == 0
+        check(written(engine, asked[:1]), [alone])
