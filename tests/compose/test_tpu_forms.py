@@ -239,5 +239,5 @@ def test_where_products_return_half_width(platform: str, exchange: str, devices:
 
 
 def test_an_exchange_that_there_is_not() -> None:
-    with pytest.raises(ml.CompileError, match="exchange='computer' is not one of .*Did you mean 'compute'"):
+    with pytest.raises(ml.CompileError, match=r"exchange='computer' is not one of .*Did you mean 'compute'"):
         ml.Precision(exchange="computer")

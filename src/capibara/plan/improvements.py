@@ -216,7 +216,7 @@ def _settings(
     half = config.precision.compute_dtype in ("bfloat16", "float16")
     if half and config.precision.exchange != "compute" and layout.num_devices > 1:
         yield (
-            "gradients that devices exchange in the dtype of products: half the bytes, each part rounded before the sum",
+            "gradients exchanged in the dtype of products: half the bytes, each part is rounded before the sum",
             {"precision.exchange": "compute"},
             layout,
         )

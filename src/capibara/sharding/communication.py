@@ -56,9 +56,9 @@ def whole_products(generation: str | None) -> dict[str, str]:
     """:data:`WHOLE_PRODUCTS`, with what else a generation's compiler needs so that gathers and sums do not wait.
 
     On v5p and v6e it gathers beside computation only where it may do so inside of fusions, and from v5e on it sums
-    gradients beside computation where that is allowed. Of Llama 3.1 8B, fully sharded over 16 chips, 16 × 8192 tokens, a
-    step on v6e is predicted at 1.37 s instead of 1.60, on v5e at 4.11 instead of 4.50 (libtpu 0.0.42.1). What is on its
-    way takes memory, as much as is free.
+    gradients beside computation where that is allowed. Of Llama 3.1 8B, fully sharded over 16 chips, a step of
+    16 × 8192 tokens is predicted at 1.37 s on v6e instead of 1.60, and at 4.11 on v5e instead of 4.50 (libtpu
+    0.0.42.1). What is on its way takes memory, as much as is free.
 
     Args:
       generation: ``"v4"``, ``"v5e"`` …; None if it is not known.
