@@ -101,7 +101,7 @@ def test_guesses_of_the_model_itself_are_all_right(
     # Pages that another text left may lack what the draft has to read.
     assert statistics.right_guesses > 0.9 * statistics.guessed_tokens > 0
     assert statistics.pages_used == statistics.compilations == 0
-    assert statistics.steps < 0.8 * steps or statistics.preemptions
+    assert statistics.steps < 0.9 * steps or statistics.preemptions, (statistics.steps, steps)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_texts_with_grammars_are_guessed(
     assert all(whole)
     assert statistics.pages_used == statistics.compilations == 0
     assert statistics.right_guesses > 0
-    assert statistics.steps < 0.8 * steps or statistics.preemptions
+    assert statistics.steps < 0.9 * steps or statistics.preemptions, (statistics.steps, steps)
     if draft:  # it has the same grammars
         assert statistics.right_guesses > 0.9 * statistics.guessed_tokens
 
