@@ -53,8 +53,9 @@ def test_arguments_are_exact(program):
 
 
 # Adafactor beside replicated parameters: gradients of a matrix may wait in the compute dtype. In a turn of four blocks,
-# the gradients of twelve matrices wait together, each whole along ``data``.
-FARTHER = {43: 0.12, 59: 0.13}
+# the gradients of twelve matrices wait together, each whole along ``data``. The others are experts on a v5p and a v6e,
+# whose compiler lets more be on its way where there is memory.
+FARTHER = {43: 0.12, 59: 0.13, 21: 0.12, 26: 0.12, 30: 0.17, 55: 0.11}
 
 
 @pytest.mark.parametrize("program", ACCEPTED, ids=name_of)

@@ -197,7 +197,8 @@ void codes_product() {
     p.packed = packed;
     each(kernels.pack_items(p), 1, [&](int64_t i, float*) { kernels.pack(p, i); });
     each(kernels.items(p), kernels.scratch(p), [&](int64_t i, float* s) { kernels.multiply(p, i, s); });
-    each(kernels.finish_items(p), 1, [&](int64_t i, float*) { kernels.finish(p, i); });
+    if (const int64_t block = kernels.block(p))
+      each(kernels.items(p) / block, 1, [&](int64_t i, float*) { kernels.finish(p, i); });
   });
   for (int64_t row = 0; row < p.w.rows; ++row)
     kernels.decode(p.w, row, 0, p.w.inner, 3e38f, numbers.data() + row * p.w.inner);

@@ -8,6 +8,7 @@ from types import MappingProxyType
 __all__ = [
     "ASYNCHRONOUS",
     "DOUBLE_BUFFERED",
+    "FUSED",
     "WHOLE_PRODUCTS",
     "flags_of",
     "options_for",
@@ -42,10 +43,11 @@ sharded over 32 chips of a v4, is predicted at 1.18 s a step with these options 
 libtpu 0.0.42.1).
 """
 
-_FUSED = "xla_tpu_enable_async_collective_fusion_fuse_"
-_GATHERS = {f"{_FUSED}all_gather": "true"}
+FUSED = "xla_tpu_enable_async_collective_fusion_fuse_"
+"""How options begin by which collectives run inside of fusions, beside what these compute."""
+_GATHERS = {f"{FUSED}all_gather": "true"}
 # Either option alone changes nothing.
-_SUMS = {"xla_enable_async_all_reduce": "true", f"{_FUSED}all_reduce": "true"}
+_SUMS = {"xla_enable_async_all_reduce": "true", f"{FUSED}all_reduce": "true"}
 # A v4's compiler fuses sums, too, but then needs more of its scratch memory than there is in wide layers.
 _FURTHER: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {"v5e": _SUMS, "v5p": {**_GATHERS, **_SUMS}, "v6e": {**_GATHERS, **_SUMS}}

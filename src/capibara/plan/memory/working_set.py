@@ -50,6 +50,7 @@ from capibara.plan.memory.tiles import padded_rows
 from capibara.plan.memory.widths import Widths, widths
 from capibara.plan.targets import Target
 from capibara.sharding import Layout
+from capibara.sharding.communication import FUSED
 
 __all__ = ["WorkingSet", "working_set"]
 
@@ -86,6 +87,9 @@ _SUMS = 1
 _ALIVE_LATE = (2.0, 2.0)
 # Of a plain feed-forward layer, in the counts of a gated one.
 _PLAIN = 0.67
+# Vocabulary tables that are on their way where collectives run inside of fusions: of a head of its own, or of one that
+# is the embedding.
+_TABLES_AHEAD = {False: 2.0, True: 1.5}
 # Feed-forward matrices where adapters alone are trained: those gathered. None if they are codes.
 _FROZEN = 2.0
 _ALIVE_CHUNKS, _ALIVE_CHUNKS_SHARDED = (0.13, 1.5), (0.0, 1.5)
@@ -203,6 +207,12 @@ def working_set(
         for turn in dict.fromkeys(turns)
     )
     block += int(words * logits + tables * table)
+    if not chunks and not frozen and _gathers_ahead(layout, target):
+        ahead = int(_TABLES_AHEAD[m.tie_embeddings] * table)
+        if not any(block.experts for turn in turns for block in turn):
+            parts = layout.axis_sizes.get("data", 1) * layout.axis_sizes.get("fsdp", 1)
+            ahead += parameters * w.compute // stored * parts // len(turns)
+        block, loss = block + ahead, loss + ahead
     copies = parameters * w.compute // stored if w.compute != stored else 0
     update = 0
     if layout.rules != layout.optimizer_rules and config.optimizer.name != "adafactor":
@@ -309,6 +319,15 @@ def _sums_head(config: ModularModelConfig, layout: Layout, target: Target) -> bo
     own = not config.model.tie_embeddings and config.finetune.method == "full"
     summed = layout.microbatches > 1 and layout.remat == "dots" and not _shards_vocab(layout)
     return own and summed and target.platform != "cuda"
+
+
+def _gathers_ahead(layout: Layout, target: Target) -> bool:
+    """Whether weights of the next turn and the head's are gathered, and their gradients summed, beside the work of
+    this turn: a v5p and a v6e have the memory."""
+    fused = any(name.startswith(FUSED) for name in layout.compiler_options)
+    several = layout.remat == "dots" and layout.microbatches > 1
+    sharded = layout.parameters == "sharded" and not _shards_vocab(layout)
+    return fused and sharded and not several and target.generation in ("v5p", "v6e")
 
 
 def _late(layout: Layout, target: Target) -> bool:
