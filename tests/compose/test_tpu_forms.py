@@ -134,7 +134,8 @@ def test_a_norm_for_tpus_of_an_array_of_numpy_has_a_gradient() -> None:
 def test_norms_give_an_order_only_where_a_mesh_divides_nothing_but_rows(
     sizes: dict[str, int], given: bool
 ) -> None:
-    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    kinds = (jax.sharding.AxisType.Auto,) * len(sizes)
+    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
     backend: Any = SimpleNamespace(
         platform="tpu", knows_platform=True, rules=AxisRules(), mesh=mesh, policy=ml.Precision()
     )
