@@ -112,6 +112,43 @@ def test_matrices_of_codes_across(kind: str) -> None:
 
 
 @native
+def test_matrices_of_codes_under_transformations() -> None:
+    x, matrices = numbers(2, 3, 96), [coded(width, 96, "int8") for width in WIDTHS]
+    whole = [np.asarray(dequantise_matrix(*one, None, inner=96, group=32), np.float64) for one in matrices]
+
+    def every(x: Any, scales: Any) -> Any:
+        return [
+            quantised_matmul(x, codes, one, group=32, implementation="native")
+            for (codes, _), one in zip(matrices, scales, strict=True)
+        ]
+
+    def squares(x: Any, scales: Any) -> Any:
+        return sum(jnp.sum(one**2) for one in joined(every)(x, scales))
+
+    scales = [one for _, one in matrices]
+    for got, w in zip(jax.vmap(joined(every), (0, None))(x, scales), whole, strict=True):
+        np.testing.assert_allclose(got, x @ w.T, rtol=1e-4, atol=1e-3)
+    # Of each element another matrix, the vectors and one matrix those of all elements.
+    doubled = [jnp.stack([scales[0], 2 * scales[0]]), *scales[1:]]
+    mapped = jax.vmap(joined(every), (None, [0, None, None]))(x[0], doubled)
+    for factor, n in ((1, 0), (2, 1)):
+        np.testing.assert_allclose(mapped[0][n], factor * x[0] @ whole[0].T, rtol=1e-4, atol=1e-3)
+        np.testing.assert_allclose(mapped[1][n], x[0] @ whole[1].T, rtol=1e-4, atol=1e-3)
+    want = sum(2 * x[0] @ w.T @ w for w in whole)
+    np.testing.assert_allclose(jax.grad(squares)(x[0], scales), want, rtol=1e-4, atol=1e-2)
+    _, changes = jax.jvp(joined(every), (x[0], scales), (x[1], scales))
+    for got, w in zip(changes, whole, strict=True):
+        np.testing.assert_allclose(got, (x[0] + x[1]) @ w.T, rtol=1e-4, atol=1e-3)
+    across = jax.linear_transpose(
+        lambda x: joined(every)(x, scales), jax.ShapeDtypeStruct((3, 96), jnp.float32)
+    )
+    cts = [numbers(3, width) for width in WIDTHS]
+    (got,) = across(cts)
+    want = sum(ct @ w for ct, w in zip(cts, whole, strict=True))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
+
+
+@native
 def test_many_vectors_take_their_products_one_by_one() -> None:
     x, matrices = numbers(9, 96), [coded(width, 96, "int8") for width in WIDTHS]
 
