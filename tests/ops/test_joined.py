@@ -197,6 +197,40 @@ def test_through_calls_and_beside_other_operations() -> None:
     assert calls(joined(every), given) == [3]
 
 
+@native
+def test_operations_keep_the_names_that_profiles_know_them_by() -> None:
+    x, matrices = numbers(1, 96), [numbers(96, width) for width in WIDTHS]
+
+    @jax.jit
+    def inner(y: Any, w: Any) -> Any:
+        with jax.named_scope("product"):
+            return jnp.tanh(product(y, w))
+
+    def every(x: Any, matrices: Any) -> Any:
+        with jax.named_scope("first"):
+            found = [inner(x, w) for w in matrices[:2]]
+        return [*found, jnp.sin(product(x, matrices[2])), jax.jit(jnp.cos)(x)]
+
+    def outside(function: Any) -> Any:
+        def run(*args: Any) -> Any:
+            with jax.named_scope("outside"):
+                return function(*args)
+
+        return run
+
+    def names(function: Any) -> set[str]:
+        text = jax.jit(outside(function)).lower(x, matrices).compile().as_text()
+        assert text is not None
+        return set(re.findall(r'op_name="jit\(run\)/([^"]*)"', text))
+
+    assert calls(joined(every), x, matrices) == [3]
+    found = names(joined(every))
+    assert "outside/first/jit(inner)/product/tanh" in found
+    # The call of all products has the name of the first of them.
+    assert names(every) - found == {"outside/ffi_call"}
+    assert found <= names(every)
+
+
 def test_without_products() -> None:
     got = joined(lambda x, y: {"sum": x + y["z"], "x": x, "three": 3.0})(jnp.ones(2), {"z": jnp.ones(2)})
     np.testing.assert_array_equal(got["sum"], [2, 2])
