@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from other_process import run_apart
 
 from capibara.measure import count_flops
 from capibara.native import build
+from capibara.native.library import call
 from capibara.ops.linalg.few_rows import few_rows, product, takes
 
 native = pytest.mark.skipif(
@@ -93,3 +95,31 @@ with few_rows():
     print("RESULT", json.dumps(takes(jnp.ones((4, 512)), jnp.ones((512, 512)), "float32")))
 """
     assert run_apart(program, XLA_FLAGS=emulated(2, quick=True)) is False
+
+
+@native
+def test_calls_whose_arrays_do_not_fit_together_are_refused() -> None:
+    x, w = np.ones((1, 8), np.float32), np.ones((8, 16), np.float32)
+    fits = jax.ShapeDtypeStruct((1, 16), jnp.float32)
+
+    def multiplied(out: list[Any], *arrays: Any, transposed: int = 0) -> Any:
+        return jax.block_until_ready(call("capibara_thin_product", out, *arrays, transposed=transposed))
+
+    np.testing.assert_array_equal(
+        multiplied([fits, fits], x, w, 2 * w), [np.full((1, 16), 8), np.full((1, 16), 16)]
+    )
+    # Nothing to sum, and nothing to sum for.
+    np.testing.assert_array_equal(multiplied([fits], x[:, :0], w[:0])[0], np.zeros((1, 16)))
+    assert multiplied([jax.ShapeDtypeStruct((1, 0), jnp.float32)], x, w[:, :0])[0].shape == (1, 0)
+    for out, arrays, transposed in (
+        ([fits], (x,), 0),
+        ([fits, fits], (x, w), 0),
+        ([fits], (x[0], w), 0),
+        ([fits], (x, w.astype(np.int32)), 0),
+        ([fits], (x, w), 1),
+        ([fits], (x[:, :7], w), 0),
+        ([fits, fits], (x, w, w[:, :15]), 0),
+        ([jax.ShapeDtypeStruct((2, 16), jnp.float32)], (x, w), 0),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="capibara product of few rows: the arrays"):
+            multiplied(out, *arrays, transposed=transposed)

@@ -112,6 +112,43 @@ def test_matrices_of_codes_across(kind: str) -> None:
 
 
 @native
+def test_matrices_of_codes_under_transformations() -> None:
+    x, matrices = numbers(2, 3, 96), [coded(width, 96, "int8") for width in WIDTHS]
+    whole = [np.asarray(dequantise_matrix(*one, None, inner=96, group=32), np.float64) for one in matrices]
+
+    def every(x: Any, scales: Any) -> Any:
+        return [
+            quantised_matmul(x, codes, one, group=32, implementation="native")
+            for (codes, _), one in zip(matrices, scales, strict=True)
+        ]
+
+    def squares(x: Any, scales: Any) -> Any:
+        return sum(jnp.sum(one**2) for one in joined(every)(x, scales))
+
+    scales = [one for _, one in matrices]
+    for got, w in zip(jax.vmap(joined(every), (0, None))(x, scales), whole, strict=True):
+        np.testing.assert_allclose(got, x @ w.T, rtol=1e-4, atol=1e-3)
+    # Of each element another matrix, the vectors and one matrix those of all elements.
+    doubled = [jnp.stack([scales[0], 2 * scales[0]]), *scales[1:]]
+    mapped = jax.vmap(joined(every), (None, [0, None, None]))(x[0], doubled)
+    for factor, n in ((1, 0), (2, 1)):
+        np.testing.assert_allclose(mapped[0][n], factor * x[0] @ whole[0].T, rtol=1e-4, atol=1e-3)
+        np.testing.assert_allclose(mapped[1][n], x[0] @ whole[1].T, rtol=1e-4, atol=1e-3)
+    want = sum(2 * x[0] @ w.T @ w for w in whole)
+    np.testing.assert_allclose(jax.grad(squares)(x[0], scales), want, rtol=1e-4, atol=1e-2)
+    _, changes = jax.jvp(joined(every), (x[0], scales), (x[1], scales))
+    for got, w in zip(changes, whole, strict=True):
+        np.testing.assert_allclose(got, (x[0] + x[1]) @ w.T, rtol=1e-4, atol=1e-3)
+    across = jax.linear_transpose(
+        lambda x: joined(every)(x, scales), jax.ShapeDtypeStruct((3, 96), jnp.float32)
+    )
+    cts = [numbers(3, width) for width in WIDTHS]
+    (got,) = across(cts)
+    want = sum(ct @ w for ct, w in zip(cts, whole, strict=True))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
+
+
+@native
 def test_many_vectors_take_their_products_one_by_one() -> None:
     x, matrices = numbers(9, 96), [coded(width, 96, "int8") for width in WIDTHS]
 
@@ -158,6 +195,40 @@ def test_through_calls_and_beside_other_operations() -> None:
     np.testing.assert_allclose(got[1], 2 * np.tanh((x + 1) @ matrices[1]), rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(got[3], 8 * got[0], rtol=1e-6)
     assert calls(joined(every), given) == [3]
+
+
+@native
+def test_operations_keep_the_names_that_profiles_know_them_by() -> None:
+    x, matrices = numbers(1, 96), [numbers(96, width) for width in WIDTHS]
+
+    @jax.jit
+    def inner(y: Any, w: Any) -> Any:
+        with jax.named_scope("product"):
+            return jnp.tanh(product(y, w))
+
+    def every(x: Any, matrices: Any) -> Any:
+        with jax.named_scope("first"):
+            found = [inner(x, w) for w in matrices[:2]]
+        return [*found, jnp.sin(product(x, matrices[2])), jax.jit(jnp.cos)(x)]
+
+    def outside(function: Any) -> Any:
+        def run(*args: Any) -> Any:
+            with jax.named_scope("outside"):
+                return function(*args)
+
+        return run
+
+    def names(function: Any) -> set[str]:
+        text = jax.jit(outside(function)).lower(x, matrices).compile().as_text()
+        assert text is not None
+        return set(re.findall(r'op_name="jit\(run\)/([^"]*)"', text))
+
+    assert calls(joined(every), x, matrices) == [3]
+    found = names(joined(every))
+    assert "outside/first/jit(inner)/product/tanh" in found
+    # The call of all products has the name of the first of them.
+    assert names(every) - found == {"outside/ffi_call"}
+    assert found <= names(every)
 
 
 def test_without_products() -> None:

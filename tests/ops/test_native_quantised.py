@@ -241,3 +241,44 @@ print(native.isa())
         env=os.environ | {"CAPIBARA_NATIVE_ISA": name, "PYTHONPATH": path},
     )
     assert done.stdout.strip() == name, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("count", [1, 20])
+@pytest.mark.parametrize("across", [0, 1])
+def test_calls_whose_arrays_do_not_fit_together_are_refused(count: int, across: int) -> None:
+    x = RANDOM.normal(size=(count, 16 if across else 8)).astype(np.float32)
+    codes, scales = RANDOM.integers(-99, 99, (16, 8), np.int8), RANDOM.normal(size=(16, 2)).astype(np.float32)
+    none, most = np.zeros(0, np.float32), (1 << 63) - 1
+
+    def call(
+        codes: Any, scales: Any, levels: Any, table: Any, inner: tuple[int, ...], group: tuple[int, ...]
+    ) -> Any:
+        out = [jax.ShapeDtypeStruct((count, 8 if across else 16), jnp.float32)]
+        arrays = x, codes, scales, levels, table
+        found = native.call("capibara_codes_product", out, *arrays, inner=inner, group=group, across=across)
+        return jax.block_until_ready(found)[0]
+
+    whole = codes * np.repeat(scales, 4, axis=1).astype(np.float64)
+    _close(call(codes, scales, none, none, (8,), (4,)), x, whole if across else whole.T)
+    # As many columns as there may be have one scale for each row.
+    whole = codes * scales[:, :1].astype(np.float64)
+    _close(call(codes, scales[:, :1], none, none, (8,), (most,)), x, whole if across else whole.T)
+    for changed, message in (
+        ({"scales": scales[:, :0], "group": (most,)}, "shapes do not fit together"),
+        ({"inner": (most,), "group": (most,)}, "shapes do not fit together"),
+        ({"inner": (9,)}, "shapes do not fit together"),
+        ({"inner": (-8,)}, "groups a number"),
+        ({"group": (0,)}, "groups a number"),
+        ({"group": (3,)}, "shapes do not fit together"),
+        ({"group": (4, 4)}, "a length and a group"),
+        ({"codes": codes.view(np.uint8)}, "shapes do not fit together"),
+        ({"levels": np.zeros(16, np.float32)}, "shapes do not fit together"),
+        ({"scales": scales.astype(np.uint8)}, "shapes do not fit together"),
+        ({"scales": scales[:15]}, "shapes do not fit together"),
+        ({"scales": scales.astype(np.float16)}, "scales must be float32 or uint8"),
+        ({"codes": codes.astype(np.int16)}, "types do not fit"),
+    ):
+        given: dict[str, Any] = {"codes": codes, "scales": scales, "levels": none, "table": none}
+        given |= {"inner": (8,), "group": (4,)} | changed
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            call(**given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from capibara.config import ModularModelConfig
 from capibara.core import ModularCapibaraModel
 from capibara.data import ByteTokenizer
 from capibara.errors import ConfigError
-from capibara.serve import Engine, Grammar, Request, Sampling, Speculation
+from capibara.serve import Engine, Grammar, Request, RequestError, Sampling, Speculation
 
 LONGEST = 64
 SIZES: dict[str, Any] = {"max_batch": 4, "page_size": 4, "prefill_tokens": 8, "prefill_chunks": 2}
@@ -294,6 +295,24 @@ def test_a_grammar_forgets_what_was_only_guessed() -> None:
     assert (allowed(*b"-"), state.follow(b"123")) == (b"a", 0)
     assert [state.accept(token) for token in b"-ab"] == [True, True, False]
     assert state.may_end
+
+
+@pytest.mark.parametrize("work", ["forced", "follow"])
+def test_what_guesses_cost_counts_as_work_of_the_grammar(monkeypatch: pytest.MonkeyPatch, work: str) -> None:
+    pytest.importorskip("llguidance")
+    from capibara.serve.grammar import compile_grammar
+
+    monkeypatch.setattr("capibara.serve.grammar._MOST_S", 0.05)
+    state = compile_grammar(Grammar("regex", "[a-z]*"), ByteTokenizer(), 300)
+    state.allowed()
+    state.accept(97)
+    assert state.allowed()[97]  # which takes far less than that
+    begun = time.thread_time()
+    while time.thread_time() - begun < 0.5:
+        state.forced() if work == "forced" else state.follow(b"abc" * 50)
+    state.accept(97)
+    with pytest.raises(RequestError, match="ms to find what may follow a token"):
+        state.allowed()
 
 
 @pytest.mark.slow

@@ -6,11 +6,12 @@ may follow; what may not gets a logit of −∞. Compiled grammars are kept, a f
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,18 +60,18 @@ class GrammarState:
         return self._known[key]
 
     def _find_allowed(self, after: tuple[int, ...]) -> np.ndarray:
-        begun = time.thread_time()
         found = np.zeros(self._vocabulary, bool)
-        matcher = self._matcher
-        if after:
-            matcher, there = self._follow(after)
-            if there < len(after) or matcher.is_stopped():
-                return found
-        packed = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        with self._timed():
+            matcher = self._matcher
+            if after:
+                matcher, there = self._follow(after)
+                if there < len(after) or matcher.is_stopped():
+                    return found
+            packed = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         if after and matcher.is_error():
             return found
         self._check()
-        self._seconds, self._asked = self._seconds + time.thread_time() - begun, self._asked + 1
+        self._asked += 1
         # All texts that are written wait for this one.
         if not after and self._seconds > _MOST_S and self._seconds / self._asked > _MOST_S_EACH:
             each = 1e3 * self._seconds / self._asked
@@ -84,7 +85,8 @@ class GrammarState:
 
     def follow(self, tokens: Sequence[int]) -> int:
         """How many of these tokens may come next, one after another."""
-        return self._follow(tokens)[1] if tokens else 0
+        with self._timed():
+            return self._follow(tokens)[1] if tokens else 0
 
     def _follow(self, tokens: Sequence[int]) -> tuple[Any, int]:
         """A copy of the matcher that has read these tokens as far as they may come, and how far that is."""
@@ -99,7 +101,8 @@ class GrammarState:
 
     def forced(self) -> list[int]:
         """The tokens that come next whatever is chosen, as the tokenizer would cut them; the first few at least."""
-        return list(self._matcher.compute_ff_tokens())
+        with self._timed():
+            return list(self._matcher.compute_ff_tokens())
 
     @property
     def may_end(self) -> bool:
@@ -116,6 +119,15 @@ class GrammarState:
         self._matcher.consume_token(token)
         self._check()
         return not self._matcher.is_stopped()
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Count what is done inside as work of this grammar, guesses included."""
+        begun = time.thread_time()
+        try:
+            yield
+        finally:
+            self._seconds += time.thread_time() - begun
 
     def _check(self) -> None:
         if self._matcher.is_error():

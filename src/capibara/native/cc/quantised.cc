@@ -38,9 +38,10 @@ const char* describe(CodesProduct& p, ffi::AnyBuffer x, ffi::AnyBuffer codes, ff
   const bool coded = scales.element_type() == ffi::U8;
   if (!coded && scales.element_type() != ffi::F32) return "scales must be float32 or uint8";
   p.w.rows = codes.dimensions()[0], p.w.width = codes.dimensions()[1];
-  p.w.inner = inner, p.w.group = group, p.w.groups = (inner + group - 1) / group;
+  // Without a sum that the largest numbers would overflow.
+  p.w.inner = inner, p.w.group = group, p.w.groups = inner / group + (inner % group != 0);
   p.count = x.dimensions()[0], p.across = across;
-  if (p.w.width != (p.w.four ? (inner + 1) / 2 : inner) || scales.dimensions()[0] != p.w.rows ||
+  if (p.w.width != (p.w.four ? inner / 2 + inner % 2 : inner) || scales.dimensions()[0] != p.w.rows ||
       scales.dimensions()[1] != p.w.groups || x.dimensions()[1] != (across ? p.w.rows : inner) ||
       out.dimensions()[0] != p.count || out.dimensions()[1] != (across ? inner : p.w.rows) ||
       table.element_count() != (coded ? 256u : 0u) || levels.element_count() != (p.w.four ? 16u : 0u))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,10 +75,11 @@ class _Value:
 
 @dataclass(eq=False)
 class _Step:
-    """An equation."""
+    """An equation, and the names that it is computed under (``jax.named_scope``), by which profiles know it."""
 
     eqn: Any
     ins: list[_Value]
+    scope: str
     outs: list[_Value] = field(default_factory=list)
     together: list[_Step] = field(default_factory=list)
     done: bool = False
@@ -90,7 +92,9 @@ class _Flat:
         self.steps: list[_Step] = []
         self._views: dict[Any, list[_Value]] = {}
 
-    def add(self, jaxpr: Any, consts: Sequence[Any], given: Sequence[_Value]) -> list[_Value]:
+    def add(
+        self, jaxpr: Any, consts: Sequence[Any], given: Sequence[_Value], outer: str = ""
+    ) -> list[_Value]:
         """The program's results."""
         env: dict[Any, _Value] = dict(zip(jaxpr.constvars, map(_Value, consts), strict=True))
         env.update(zip(jaxpr.invars, given, strict=True))
@@ -101,20 +105,23 @@ class _Flat:
         for eqn in jaxpr.eqns:
             ins = [read(v) for v in eqn.invars]
             inner = eqn.params.get("jaxpr") if eqn.primitive.name in _CALLS else None
+            scope = _within(outer, str(eqn.source_info.name_stack))
             if inner is not None and _has_products(inner.jaxpr):
-                outs = self.add(inner.jaxpr, inner.consts, ins)
+                name = eqn.params.get("name")
+                scope = scope if name is None else _within(scope, f"jit({name})")
+                outs = self.add(inner.jaxpr, inner.consts, ins, scope)
             elif eqn.primitive.name in _VIEWS:
                 same = eqn.primitive, tuple(eqn.params.items()), tuple(map(id, ins))
                 if same not in self._views:
-                    self._views[same] = self._add_step(eqn, ins)
+                    self._views[same] = self._add_step(eqn, ins, scope)
                 outs = self._views[same]
             else:
-                outs = self._add_step(eqn, ins)
+                outs = self._add_step(eqn, ins, scope)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def _add_step(self, eqn: Any, ins: list[_Value]) -> list[_Value]:
-        step = _Step(eqn, ins)
+    def _add_step(self, eqn: Any, ins: list[_Value], scope: str) -> list[_Value]:
+        step = _Step(eqn, ins, scope)
         touched = eqn.primitive in _joinable or any(value.of_product for value in ins)
         step.outs = [_Value(None, step, touched) for _ in eqn.outvars]
         self.steps.append(step)
@@ -145,18 +152,29 @@ class _Flat:
         found = None
         if len(group) > 1:
             together = _joinable[step.eqn.primitive]
-            found = together(operands[0][0], [each[1:] for each in operands], params)
+            with _named(step.scope):
+                found = together(operands[0][0], [each[1:] for each in operands], params)
         if found is None:
-            found = [_bind(one.eqn, each) for one, each in zip(group, operands, strict=True)]
+            found = [_bind(one, each) for one, each in zip(group, operands, strict=True)]
         for one, results in zip(group, found, strict=True):
             for value, array in zip(one.outs, results, strict=True):
                 value.array = array
             one.done = True
 
 
-def _bind(eqn: Any, operands: list[Any]) -> list[Any]:
-    out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+def _bind(step: _Step, operands: list[Any]) -> list[Any]:
+    eqn = step.eqn
+    with _named(step.scope):
+        out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def _within(outer: str, inner: str) -> str:
+    return "/".join(filter(None, (outer, inner)))
+
+
+def _named(scope: str) -> AbstractContextManager[Any]:
+    return jax.named_scope(scope) if scope else nullcontext()
 
 
 def _has_products(jaxpr: Any) -> bool:

@@ -160,7 +160,8 @@ def _together(x: Any, others: list[list[Any]], params: list[dict[str, Any]]) -> 
     return [[out] for out in _several.bind(x, *(array for each in others for array in each), whats=whats)]
 
 
-def _tangent(primals: Any, tangents: Any, *, what: _Product) -> Any:
+def _change(out: Any, primals: Any, tangents: Any, what: _Product) -> Any:
+    """The tangent of the result."""
     x, codes, scales, levels, table = primals
     dx, _, dscales, dlevels, dtable = tangents
     found = []
@@ -174,8 +175,12 @@ def _tangent(primals: Any, tangents: Any, *, what: _Product) -> Any:
         found.append(_by_xla(x, codes, dtable[scales], levels, table, what=plain))
     if not what.problem.scale_codes and not isinstance(dscales, ad.Zero):
         found.append(_by_xla(x, codes, dscales, levels, table, what=plain))
+    return sum(found[1:], found[0]) if found else ad.Zero(jax.typeof(out).to_tangent_aval())
+
+
+def _tangent(primals: Any, tangents: Any, *, what: _Product) -> Any:
     out = _bind(*primals, what=what)
-    return out, sum(found[1:], found[0]) if found else ad.Zero(jax.typeof(out).to_tangent_aval())
+    return out, _change(out, primals, tangents, what)
 
 
 ad.primitive_jvps[_primitive] = _tangent
@@ -207,3 +212,46 @@ def _map(arrays: Any, axes: Any, *, what: _Product) -> Any:
 
 
 batching.primitive_batchers[_primitive] = _map
+
+
+# Derivatives and maps of several products are those of each.
+
+
+def _of_one(number: int, every: Any) -> tuple[Any, ...]:
+    """What concerns the vectors and one of several matrices."""
+    return every[0], *every[1 + 4 * number : 5 + 4 * number]
+
+
+def _several_tangents(primals: Any, tangents: Any, *, whats: tuple[_Product, ...]) -> Any:
+    outs = _several.bind(*primals, whats=whats)
+    return outs, [
+        _change(out, _of_one(i, primals), _of_one(i, tangents), what)
+        for i, (out, what) in enumerate(zip(outs, whats, strict=True))
+    ]
+
+
+ad.primitive_jvps[_several] = _several_tangents
+
+
+def _several_transposed(cts: Any, *arrays: Any, whats: tuple[_Product, ...]) -> Any:
+    every = [
+        _transposed(ct, *_of_one(i, arrays), what=what)[0]
+        for i, (ct, what) in enumerate(zip(cts, whats, strict=True))
+    ]
+    found = [one for one in every if not isinstance(one, ad.Zero)]
+    return sum(found[1:], found[0]) if found else every[0], *(None,) * (len(arrays) - 1)
+
+
+ad.primitive_transposes[_several] = _several_transposed
+
+
+def _map_several(arrays: Any, axes: Any, *, whats: tuple[_Product, ...]) -> Any:
+    found = []
+    for i, what in enumerate(whats):
+        given, mapped = _of_one(i, arrays), _of_one(i, axes)
+        apart = all(axis is None for axis in mapped)
+        found.append((_bind(*given, what=what), None) if apart else _map(given, mapped, what=what))
+    return tuple(zip(*found, strict=True))
+
+
+batching.primitive_batchers[_several] = _map_several
