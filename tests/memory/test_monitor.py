@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 import threading
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ import pytest
 from capibara.hardware import live_array_bytes
 from capibara.memory import DeviceMemoryError, MemorySettingError, TpuMemoryMonitor, device_budget
 from capibara.memory.arguments import GIB
+from capibara.memory.holders import memory_holders
 
 MIB = 1 << 20
 
@@ -164,6 +167,21 @@ def test_cleanup_frees_or_raises():
     assert not pool
     assert caught.value.holders[0].size == 12 * MIB
     assert stubborn.nbytes
+
+
+def test_what_shares_its_parts_is_looked_through_once():
+    """Forty lists, each of which holds the next one twice: 2^40 leaves. And one that holds itself."""
+    wanted = mib(5)
+    doubled: list[Any] = [{"wanted": wanted}]
+    for _ in range(40):
+        doubled = [doubled, doubled]
+    itself: list[Any] = []
+    itself.append(itself)
+    (found,) = [each for each in memory_holders(jax.devices()[0]) if each.size == 5 * MIB]
+    assert "wanted in test_what_shares" in found.names[0]
+    del wanted
+    (found,) = [each for each in memory_holders(jax.devices()[0]) if each.size == 5 * MIB]
+    assert re.match(r"doubled(\[0\])+\['wanted'\] in test_what_shares", found.names[0])
 
 
 def test_in_the_background():

@@ -18,6 +18,8 @@ from capibara.measure.sizes import size_text
 
 __all__ = ["Holder", "memory_holders"]
 
+# Containers and other values of a variable that are looked into.
+_MAX_PARTS = 100_000
 _MAX_NAMES = 2
 
 
@@ -144,11 +146,21 @@ def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
     if not isinstance(value, jax.Array | dict | list | tuple) and not hasattr(value, "__dataclass_fields__"):
         return
-    try:
-        found = jax.tree_util.tree_leaves_with_path(value, is_leaf=lambda part: isinstance(part, Iterator))
-    except Exception:
-        # A container of the user's that cannot be flattened (unsortable keys) must not hide the error that is told.
-        return
-    for path, leaf in found:
-        if isinstance(leaf, jax.Array):
-            yield prefix + jax.tree_util.keystr(path), leaf
+    # Each container once: what shares its parts again and again, or holds itself, has no end of leaves.
+    waiting: list[tuple[str, Any]] = [(prefix, value)]
+    seen: dict[int, Any] = {}  # kept, so that no other object has the id of one that is gone
+    while waiting and len(seen) < _MAX_PARTS:
+        path, part = waiting.pop()
+        if isinstance(part, jax.Array):
+            yield path, part
+            continue
+        if isinstance(part, Iterator | str | bytes | int | float) or id(part) in seen:
+            continue
+        seen[id(part)] = part
+        root = iter([False])
+        try:
+            inner = jax.tree_util.tree_leaves_with_path(part, is_leaf=lambda _, root=root: next(root, True))
+        except Exception:
+            # A container of the user's that cannot be flattened (unsortable keys) must not hide the error that is told.
+            continue
+        waiting.extend((path + jax.tree_util.keystr(keys), each) for keys, each in reversed(inner))
