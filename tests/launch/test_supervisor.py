@@ -105,6 +105,16 @@ def launched(tmp_path: Path, count: int, body: str, **options: object) -> tuple[
     return code, (tmp_path / "out").read_text().splitlines(), (tmp_path / "err").read_text().splitlines()
 
 
+@pytest.mark.parametrize(("given", "told"), [("", "600"), ("30", "30")])
+def test_a_launcher_is_patient_unless_it_is_told_otherwise(tmp_path: Path, given: str, told: str) -> None:
+    """A variable that is set to nothing is not set, as where it is read."""
+    own = {**os.environ, "CAPIBARA_HEARTBEAT_SECONDS": given}
+    code, out, _ = launched(
+        tmp_path, 1, 'print(os.environ["CAPIBARA_HEARTBEAT_SECONDS"])', environment=own, devices=1
+    )
+    assert (code, out) == (0, [f"[0] {told}"])
+
+
 def test_every_process_is_told_its_place_and_its_lines_have_its_number(tmp_path: Path) -> None:
     body = """
         e = os.environ

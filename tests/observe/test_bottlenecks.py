@@ -310,6 +310,11 @@ def test_waiting_between_small_products_on_a_gpu_is_theirs():
     (found,) = find_bottlenecks(replace(WITHIN, operations=(SMALL,))).bottlenecks
     # Half of the kernels, and so of the time between them.
     assert (found.kind, found.predicted_gain) == ("small_products", pytest.approx(0.05 + 0.4, abs=0.01))
+    # Of a program that is called as often, the other half is before other work.
+    sort = replace(SMALL, name="sort.1", flops=0, products=0, seconds=0.01)
+    called = ProgramRuns("jit_step", 10_000, 0.06, 0, 0, None)
+    (found,) = find_bottlenecks(replace(WITHIN, operations=(SMALL, sort), programs=(called,))).bottlenecks
+    assert (found.kind, found.predicted_gain) == ("small_products", pytest.approx(0.05 + 0.4, abs=0.01))
 
 
 def test_a_gpu_waits_while_python_is_called():

@@ -18,6 +18,7 @@ from capibara.plan.memory import MemoryEstimate, estimate_memory, estimate_memor
 from capibara.plan.memory.arguments import part_of, step_arguments
 from capibara.plan.memory.tiles import padded_bytes
 from capibara.sharding import Layout
+from capibara.sharding.communication import FUSED, whole_products
 
 PRODUCTION = (
     Path(__file__).parents[2] / "src" / "capibara" / "config" / "configs_toml" / "production" / "tpu_v4.toml"
@@ -333,3 +334,22 @@ def test_every_optimizer_is_estimated(name: str) -> None:
     config = ModularModelConfig.from_toml("demo", [f"optimizer.name={name}"])
     found = estimate_memory(config, Layout(mesh=(("data", 1),)), parse_slice("v5e:1x1"))
     assert found.optimizer > 0
+
+
+def test_what_is_on_its_way_is_counted_where_the_compiler_may_fuse_it():
+    """An option that is switched off is like one that is not given."""
+    target = parse_slice("v6e:4x4")
+    options = whole_products("v6e")
+    model = config()  # without chunks of logits
+    model = model.replace(train=model.train.replace(batch_size=16, sequence_length=1024))
+    fused = {name for name in options if name.startswith(FUSED)}
+    totals = [
+        estimate_memory(model, layout(data=16, model=1, flags=tuple(sorted(flags.items()))), target).total
+        for flags in (
+            options,
+            {name: "false" if name in fused else value for name, value in options.items()},
+            {name: value for name, value in options.items() if name not in fused},
+        )
+    ]
+    assert fused
+    assert totals[0] > totals[1] == totals[2]

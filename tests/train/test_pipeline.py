@@ -253,6 +253,15 @@ def differentiated():
     except InputError as error:
         return str(error)
 
+def codebooks():
+    # Their averages stay as they were, for the pairs of all microbatches.
+    (_, params, state, alone), (*_, staged) = both("finetune.objective=dpo", "model.pattern=['vq']")
+    batch = {"tokens": tokens, "segments": np.repeat([[1] * 5 + [2] * 4], 4, axis=0).astype("int32"),
+             "weights": np.ones(tokens.shape, "float32"), "reference": np.zeros((4, 2), "float32")}
+    def of(model):
+        return jax.jit(lambda p: model.loss(p, batch, state=state, key=jax.random.key(0), train=True)[0])(params)
+    return [float(of(model)) for model in (alone, staged)]
+
 def refused():
     _, (_, params, state, model) = both()
     said = []
@@ -269,7 +278,7 @@ def refused():
     return said
 
 print("RESULT", json.dumps({"wide": wide(), "dropped": dropped(), "refused": refused(), "partly": partly(),
-                            "differentiated": differentiated()}))
+                            "differentiated": differentiated(), "codebooks": codebooks()}))
 """
 
 
@@ -287,5 +296,7 @@ def test_a_wide_stream_dropout_and_tokens_without_targets() -> None:
     assert gap < 1e-4
     assert compared > 5
     assert "'pipeline'" in seen["differentiated"]
+    alone, stages = seen["codebooks"]
+    assert stages == pytest.approx(alone, rel=1e-4)
     assert len(seen["refused"]) == 4
     assert all("tokens has shape" in said for said in seen["refused"])

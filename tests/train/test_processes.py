@@ -186,6 +186,46 @@ def test_four_processes_then_two_then_one(tmp_path: Path) -> None:
     check_same(folder, one, accumulated=True)
 
 
+@pytest.mark.slow  # twice the time after which a silent process counts as dead, and the start of two
+@pytest.mark.parametrize("busy", [0, 1])
+def test_a_process_that_is_busy_in_one_call_counts_as_alive(busy: int) -> None:
+    """Signs of life come from a thread that does not wait for Python, in the coordinator's process too."""
+    code = f"""
+import ctypes
+from capibara.train import join_processes
+processes = join_processes()
+processes.barrier("before")
+if processes.index == {busy}:
+    ctypes.PyDLL(None).usleep(12_000_000)  # keeps Python's lock
+print(processes.all_say(processes.index))
+"""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={
+                **os.environ,
+                "JAX_PLATFORMS": "cpu",
+                "CAPIBARA_HEARTBEAT_SECONDS": "5",
+                **Membership(address, 2, index).variables(),
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    try:
+        for one in processes:
+            said, _ = one.communicate(timeout=120)
+            assert (one.returncode, said.splitlines()[-1]) == (0, "[0, 1]")
+    finally:
+        for one in processes:
+            one.kill()
+            one.wait()
+
+
 @pytest.mark.slow
 def test_without_a_launcher_the_others_learn_of_a_kill_in_a_save_in_half_a_minute(tmp_path: Path) -> None:
     """As on several machines, where only heartbeats tell."""

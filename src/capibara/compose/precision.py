@@ -20,9 +20,10 @@ class Precision:
         param: dtype in which parameters are stored and updated.
         compute: dtype of activations and of the operands of matrix products.
         accumulate: dtype in which products are summed, and in which normalisation and softmax are computed.
-        exchange: which of these dtypes the devices' parts of a weight's gradient have while a mesh sums them:
-            ``"accumulate"``, or ``"compute"``, which halves what is exchanged where that has 16 bits. Each part is
-            rounded to it before the sum rather than the sum after it.
+        exchange: which of these dtypes the devices' parts of the gradient of a linear layer's weight have while a mesh
+            sums them: ``"accumulate"``, or ``"compute"``, which halves what is exchanged where that has 16 bits. Each
+            part is rounded to it before the sum rather than the sum after it. Other parameters, such as embeddings,
+            norms and experts, are not concerned.
     """
 
     param: str = "float32"

@@ -599,7 +599,7 @@ class PrecisionSection(Section):
     accumulate_dtype: DTypeName = Field(default="float32", description="of sums, softmax, norms and the loss")
     exchange: Literal["accumulate", "compute"] = Field(
         default="accumulate",
-        description="which of these the devices' parts of a weight's gradient have while a mesh sums them",
+        description="which of these the devices' parts of a linear layer's gradient have while a mesh sums them",
     )
 
 

@@ -296,6 +296,8 @@ class PipelinedLoss:
             params = joined(blocks, other_blocks)
             out, after = stage.apply(params, inputs, state=states, key=key, train=train)
             after = {name: value for name, value in after.items() if name != "stream"}
+            if self.pairs:
+                after = state  # it stays what it was, for the next microbatch too
             extras = {name: jnp.float32(out[name]) for name in _EXTRAS if name in out}
             return out["output"], after, extras
 

@@ -145,7 +145,7 @@ def launch_processes(
     base = dict(os.environ if environment is None else environment)
     own = device_variables(base, count, devices)
     base["PYTHONUNBUFFERED"] = "1"
-    base.setdefault(HEARTBEAT, str(_PATIENCE))
+    base[HEARTBEAT] = base.get(HEARTBEAT) or str(_PATIENCE)
     group = _Group({1: out or sys.stdout.buffer, 2: err or sys.stderr.buffer}, grace)
     if fewest < count:
         base[FEWEST] = str(fewest)

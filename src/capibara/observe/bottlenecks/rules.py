@@ -293,14 +293,14 @@ def small_products(profile: Profile) -> Bottleneck | None:
             continue  # it is Python that they wait for
         # What runs once for each product and moves little (a loop's counter, slices, copies) runs less often with them.
         # Outside of loops it may be other work of the program.
-        looped = count > runs[program]
+        alike = products
+        if count > runs[program]:
+            alike = [one for one in profile.operations if (one.program, one.count) == (program, count)]
         kinds = ("compute", "copy", "kernel") if profile.platform == "gpu" else ("compute", "copy")
         others = sum(
             one.seconds
-            for one in profile.operations
-            if looped
-            and (one.program, one.count) == (program, count)
-            and not one.flops
+            for one in alike
+            if not one.flops
             and one.kind in kinds
             and one.bytes / count < _LITTLE_DATA
             and one.seconds / count < _LITTLE_TIME
@@ -309,7 +309,7 @@ def small_products(profile: Profile) -> Bottleneck | None:
         good = sum(max(one.flops / peak, (one.bytes - one.reread) / bandwidth) for one in products) / _GOOD
         spent = sum(one.seconds for one in products) + others
         # On a GPU the time until the next operation begins is part of what each costs.
-        started = sum(one.count for one in profile.operations if (one.program, one.count) == (program, count))
+        started = sum(one.count for one in alike)
         spent += (profile.within_seconds or 0.0) * profile.devices * started / max(1, profile.events)
         if spent > 3 * good:
             slow += products

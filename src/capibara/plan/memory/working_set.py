@@ -324,7 +324,10 @@ def _sums_head(config: ModularModelConfig, layout: Layout, target: Target) -> bo
 def _gathers_ahead(layout: Layout, target: Target) -> bool:
     """Whether weights of the next turn and the head's are gathered, and their gradients summed, beside the work of
     this turn: a v5p and a v6e have the memory."""
-    fused = any(name.startswith(FUSED) for name in layout.compiler_options)
+    fused = any(
+        name.startswith(FUSED) and str(value).lower() == "true"
+        for name, value in layout.compiler_options.items()
+    )
     several = layout.remat == "dots" and layout.microbatches > 1
     sharded = layout.parameters == "sharded" and not _shards_vocab(layout)
     return fused and sharded and not several and target.generation in ("v5p", "v6e")
