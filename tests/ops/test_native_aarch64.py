@@ -270,6 +270,19 @@ def test_blocks_of_grouped_products(sizes, driver):
         np.testing.assert_allclose(got, a @ b, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("sizes", [(1, 70, 900), (1, 900, 131), (2, 33, 70), (5, 257, 19), (16, 64, 200)])
+def test_products_of_a_few_rows(sizes, driver):
+    rows, inner, columns = sizes
+    random = np.random.default_rng(7)
+    x, w = (random.normal(size=shape).astype(np.float32) for shape in ((rows, inner), (inner, columns)))
+    for by_column in (0, 1):
+        given = x.tobytes() + np.ascontiguousarray(w.T if by_column else w).tobytes()
+        answer = _emulate(driver, struct.pack("<5q", 35, *sizes, by_column) + given)
+        (got,) = _cut(answer, ((rows, columns), "f4"))
+        bound = 1e-6 * (np.abs(x).astype(np.float64) @ np.abs(w))
+        assert (np.abs(got - x.astype(np.float64) @ w) <= bound).all()
+
+
 @pytest.mark.parametrize("kind", list(fixed_search.KINDS.values()), ids=lambda kind: kind.name)
 def test_searched_scales(kind, driver):
     random, resolution, last = np.random.default_rng(5), 16, 127

@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from small_models import KINDS, SMALL
+from engine_models import LONGEST, engine_model
+from small_models import KINDS
 
 from capibara.config import ModularModelConfig
 from capibara.core import ModularCapibaraModel
@@ -25,18 +26,12 @@ from capibara.serve.engine.sequences import Sequence
 from capibara.serve.engine.streams import StoppingText
 from capibara.serve.requests import EngineClosedError, EngineProtocol, QueueFullError, Stream
 
-LONGEST = 64
 GREEDY = Sampling(temperature=0.0)
-
-
-def model_of(kind: str) -> ModularCapibaraModel:
-    settings = {"model.vocab_size": 300, "model.max_sequence_length": LONGEST, "train.sequence_length": 32}
-    return ModularCapibaraModel(ModularModelConfig.from_dict({}, SMALL | KINDS[kind] | settings))
 
 
 @pytest.fixture(scope="module")
 def model() -> ModularCapibaraModel:
-    return model_of("grouped")
+    return engine_model("grouped")
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +117,7 @@ def test_texts_are_those_of_whole_recomputation(engine: Engine, model: ModularCa
 @pytest.mark.parametrize("kind", [*KINDS])
 @pytest.mark.parametrize("prefix", [True, False])
 def test_every_kind_of_model(kind: str, prefix: bool) -> None:
-    model = model_of(kind)
+    model = engine_model(kind)
     with Engine(model, max_batch=8, page_size=4, pages=24, prefill_tokens=12, prefix_cache=prefix) as engine:
         asked = requests(40, 1)
         for request, stream in [(request, engine.submit(request)) for request in asked]:
@@ -456,7 +451,7 @@ def test_weights_stay_in_their_codes(tmp_path: Any, strategy: Any) -> None:
     ],
 )
 def test_500_random_requests(kind: str, batch: int, pages: int, prefix: bool) -> None:
-    model = model_of(kind)
+    model = engine_model(kind)
     sizes: dict[str, Any] = {"max_batch": batch, "pages": pages, "page_size": 4, "prefill_tokens": 16}
     with Engine(model, **sizes, prefix_cache=prefix) as engine:
         asked = requests(500, batch)
@@ -474,7 +469,7 @@ def test_steps_tell_a_stranger_nothing_of_what_others_asked() -> None:
     random = np.random.default_rng(5)
     known, unknown = (tuple(random.integers(0, 256, 60).tolist()) for _ in range(2))
     with Engine(
-        model_of("grouped"), max_batch=2, page_size=4, pages=60, prefill_tokens=8, prefill_chunks=1
+        engine_model("grouped"), max_batch=2, page_size=4, pages=60, prefill_tokens=8, prefill_chunks=1
     ) as engine:
 
         def steps(prompt: tuple[int, ...], salt: str) -> int:

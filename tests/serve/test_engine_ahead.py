@@ -8,27 +8,20 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from small_models import KINDS, SMALL
+from engine_models import engine_model
 
-from capibara.config import ModularModelConfig
 from capibara.core import ModularCapibaraModel
 from capibara.serve import Engine, Grammar, Request, Sampling
 from capibara.serve.engine.choosing import Choice
 
-LONGEST = 64
 SIZES: dict[str, Any] = {"max_batch": 4, "page_size": 4, "prefill_tokens": 8, "prefill_chunks": 2}
 GREEDY = Sampling(temperature=0.0)
 NUMBERS = "[0-9]{2,6}(-[a-f]{1,4})?"
 
 
-def model_of(kind: str) -> ModularCapibaraModel:
-    settings = {"model.vocab_size": 300, "model.max_sequence_length": LONGEST, "train.sequence_length": 32}
-    return ModularCapibaraModel(ModularModelConfig.from_dict({}, SMALL | KINDS[kind] | settings))
-
-
 @pytest.fixture(scope="module")
 def model() -> ModularCapibaraModel:
-    return model_of("grouped")
+    return engine_model("grouped")
 
 
 def requests(count: int, seed: int) -> list[Request]:
@@ -160,7 +153,7 @@ def test_texts_are_those_of_whole_recomputation(
 @pytest.mark.parametrize("kind", ["mixed", "latent", "experts", "mamba"])
 def test_500_random_requests(kind: str) -> None:
     pytest.importorskip("llguidance")
-    model, asked = model_of(kind), requests(500, 1)
+    model, asked = engine_model(kind), requests(500, 1)
     with Engine(model, **SIZES, pages=60, use_cache=False) as engine:
         want = written(engine, asked)
     for pages in (60, 20):

@@ -9,21 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_models import KINDS, SMALL
+from engine_models import engine_model
 
-from capibara.config import ModularModelConfig
 from capibara.core import ModularCapibaraModel
 from capibara.data import ByteTokenizer
 from capibara.errors import ConfigError
 from capibara.serve import Engine, Grammar, Request, RequestError, Sampling, Speculation
 
-LONGEST = 64
 SIZES: dict[str, Any] = {"max_batch": 4, "page_size": 4, "prefill_tokens": 8, "prefill_chunks": 2}
-
-
-def model_of(kind: str, **more: Any) -> ModularCapibaraModel:
-    settings = {"model.vocab_size": 300, "model.max_sequence_length": LONGEST, "train.sequence_length": 32}
-    return ModularCapibaraModel(ModularModelConfig.from_dict({}, SMALL | KINDS[kind] | settings | more))
 
 
 def requests(count: int, seed: int) -> list[Request]:
@@ -72,7 +65,7 @@ def check(texts: list[Any], want: list[Any]) -> None:
 
 @pytest.fixture(scope="module")
 def model() -> ModularCapibaraModel:
-    return model_of("grouped")
+    return engine_model("grouped")
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +103,7 @@ def test_guesses_of_the_model_itself_are_all_right(
 )
 def test_guesses_of_another_model(kind: str, without: Any, model: ModularCapibaraModel) -> None:
     asked, want, _ = without
-    draft = model_of(kind)
+    draft = engine_model(kind)
     texts, statistics = written(model, asked, Speculation(2, draft=draft, params=draft.init(5)[0]))
     check(texts, want)
     assert statistics.guessed_tokens > statistics.right_guesses
@@ -319,7 +312,7 @@ def test_what_guesses_cost_counts_as_work_of_the_grammar(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("kind", ["latent", "experts", "attention"])
 @pytest.mark.parametrize("draft", [False, True])
 def test_500_random_requests(kind: str, draft: bool) -> None:
-    model = model_of(kind)
+    model = engine_model(kind)
     asked = requests(500, 1)
     want, _ = written(model, asked, None)
     texts, statistics = written(model, asked, Speculation(4, draft=model if draft else None), 40)
@@ -340,9 +333,9 @@ def test_500_random_requests(kind: str, draft: bool) -> None:
 )
 def test_what_cannot_guess(model: ModularCapibaraModel, change: dict[str, Any], message: str) -> None:
     drafts = {
-        "vocabulary": lambda: model_of("grouped", **{"model.vocab_size": 310}),
-        "short": lambda: model_of("grouped", **{"model.max_sequence_length": 32}),
-        "ssm": lambda: model_of("ssm"),
+        "vocabulary": lambda: engine_model("grouped", **{"model.vocab_size": 310}),
+        "short": lambda: engine_model("grouped", **{"model.max_sequence_length": 32}),
+        "ssm": lambda: engine_model("ssm"),
     }
     if "draft" in change:
         change = {"draft": drafts[change["draft"]]()}
@@ -352,4 +345,4 @@ def test_what_cannot_guess(model: ModularCapibaraModel, change: dict[str, Any], 
 
 def test_recurrent_states_cannot_be_taken_back() -> None:
     with pytest.raises(ConfigError, match="recurrent states, which cannot be taken back"):
-        Engine(model_of("ssm"), **SIZES, pages=20, speculation=Speculation(), warm=False)
+        Engine(engine_model("ssm"), **SIZES, pages=20, speculation=Speculation(), warm=False)

@@ -1,7 +1,7 @@
 // Runs the native kernels without XLA: problems come in on standard input, results go out on standard output.
 //
 // A problem is its kind (0 attention, 1 a recurrence, 2 a selective scan, 3 one's gradient, 4 and 8 max-plus products of that many bytes a
-// number, 16 a tensor to code, 32 a product with a matrix in codes, 33 groups whose scale is searched, 34 a block of a grouped product, -1 the end), its sizes as int64, and its arrays. test_native_aarch64.py writes them, and
+// number, 16 a tensor to code, 32 a product with a matrix in codes, 33 groups whose scale is searched, 34 a block of a grouped product, 35 a product of a few rows, -1 the end), its sizes as int64, and its arrays. test_native_aarch64.py writes them, and
 // has this run under an emulator.
 #include <cstdio>
 #include <cstring>
@@ -239,6 +239,24 @@ void grouped_block() {
   write(c);
 }
 
+// Rows [rows, inner] times a matrix, [columns, inner] if by column.
+void thin_product() {
+  const auto n = read<int64_t>(4);
+  capibara::ThinProduct p{};
+  p.rows = n[0], p.inner = n[1], p.columns = n[2], p.by_column = n[3], p.threads = 3;
+  const auto x = read<float>(p.rows * p.inner), w = read<float>(p.inner * p.columns);
+  std::vector<float> out(p.rows * p.columns);
+  p.x = x.data(), p.w = w.data(), p.out = out.data();
+  const auto& kernels = *capibara::isa().thin;
+  each(1, kernels.sums(p) + 1, [&](int64_t, float* sums) {
+    p.sums = sums;
+    each(kernels.items(p), kernels.scratch(p) + 1, [&](int64_t i, float* s) { kernels.multiply(p, i, s); });
+    if (const int64_t block = kernels.block(p))
+      each(kernels.items(p) / block, 1, [&](int64_t i, float*) { kernels.finish(p, i); });
+  });
+  write(out);
+}
+
 }  // namespace
 
 int main() {
@@ -265,6 +283,8 @@ int main() {
       search();
     else if (kind == 34)
       grouped_block();
+    else if (kind == 35)
+      thin_product();
     else
       return kind == -1 ? 0 : 1;
   }

@@ -117,9 +117,8 @@ def _vmem_bytes(problem: PagedProblem) -> int:
     positions = _together(problem) * problem.page_size
     blocks = 2 * _together(problem) * _page_bytes(problem)
     ends = 2 * 4 * problem.kv_heads * rows * _row(problem)
-    columns = (
-        4 if problem.sinks else 2
-    )  # of the best scores and totals, and of the sinks, which are there twice
+    # Of the best scores and totals, and of the sinks, which are there twice.
+    columns = 4 if problem.sinks else 2
     sums = 4 * problem.kv_heads * rows * (round_up(problem.value_dim, LANES) + columns * LANES)
     scores = 4 * 4 * rows * round_up(positions, LANES)
     # A head's keys and values, as words, as float32 and as they are multiplied.

@@ -192,9 +192,8 @@ class Engine:
         self._max_waiting, self._max_waiting_tokens = max_waiting, max_waiting_tokens
         self._running: list[Sequence] = []
         self._turn = (0, False)
-        self._refused: tuple[Sequence, int] | None = (
-            None  # for which there were no pages, and how many were free
-        )
+        # A text for which there were no pages, and how many were free.
+        self._refused: tuple[Sequence, int] | None = None
         self._closing, self._closed, self._failed = False, False, ""
         self._progress_at = time.monotonic()
         self._counts: Counter[str] = Counter()
