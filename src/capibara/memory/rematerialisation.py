@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from capibara.compose.backends.jax_repeat import keep_products
 from capibara.memory.arguments import checked_choice
 from capibara.memory.offload import HOST_MEMORY
 
@@ -34,11 +35,10 @@ def rematerialise(
       MemorySettingError: ``how`` is unknown.
     """
     checked_choice("how", how, REMAT)
-    policies = jax.checkpoint_policies
     if how == "none":
         return function
     if how == "full":
         return jax.checkpoint(function)
     if how == "dots":
-        return jax.checkpoint(function, policy=policies.dots_with_no_batch_dims_saveable)
-    return jax.checkpoint(function, policy=policies.offload_dot_with_no_batch_dims("device", host_kind))
+        return jax.checkpoint(function, policy=keep_products())
+    return jax.checkpoint(function, policy=keep_products(host_kind))

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from capibara.compose.backends.jax_repeat import keep_products
 from capibara.compose.physical.explicit import automatic_mesh
 from capibara.config.axes import AxisRules
 from capibara.config.flags import split_flag
@@ -85,7 +86,7 @@ def offload_policy(device: Any) -> Callable[..., Any]:
             f"activation_offloading=True: {device.platform} devices here cannot reach the host's memory "
             f"({HOST_MEMORY!r} is not among {', '.join(sorted(there))}). Leave it out"
         )
-    return jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", HOST_MEMORY)
+    return keep_products(HOST_MEMORY)
 
 
 class with_recomputing:

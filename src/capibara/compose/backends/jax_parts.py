@@ -26,6 +26,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from capibara.compose.backends.jax_expert_parts import experts_on_parts
+from capibara.compose.backends.jax_fan_out import fan_out_on_parts, product_on_parts
 from capibara.compose.backends.jax_lookup_parts import lookup_on_parts
 from capibara.compose.backends.jax_paged_parts import paged_on_parts
 from capibara.compose.backends.jax_ring import RINGS
@@ -146,7 +147,7 @@ def divide(
     return Division(axes, parts, 0 if groups % parts == 0 else groups)
 
 
-def on_parts(ops: Any, mesh: Mesh, rules: AxisRules, *, tpu: bool = False) -> Any:
+def on_parts(ops: Any, mesh: Mesh, rules: AxisRules, *, tpu: bool = False, sums: str = "float32") -> Any:
     """The operations of a module (its ``__all__``), those of :data:`LAYOUTS` on each device's part of their arrays.
 
     Equivalent JAX: ``jax.shard_map(ops.attention, mesh=mesh, in_specs=…, out_specs=…)``.
@@ -154,6 +155,7 @@ def on_parts(ops: Any, mesh: Mesh, rules: AxisRules, *, tpu: bool = False) -> An
     Args:
         ops: :mod:`capibara.compose.backends.jax_ops`. mesh: with automatic axes. rules: which axis goes where.
         tpu: also those that have a kernel on TPUs only.
+        sums: dtype in which gradients of activations are summed over devices, if it is wider than theirs.
     """
     own = {
         name: _on_parts(getattr(ops, name), layout, mesh, rules, RINGS.get(name))
@@ -161,6 +163,8 @@ def on_parts(ops: Any, mesh: Mesh, rules: AxisRules, *, tpu: bool = False) -> An
     }
     own["expert_mlp"] = experts_on_parts(ops.expert_mlp, mesh, rules)
     own["lookup"] = lookup_on_parts(ops.lookup, mesh, rules)
+    own["fan_out"] = fan_out_on_parts(mesh, rules, sums)
+    own |= {name: product_on_parts(getattr(ops, name)) for name in ("dense", "project")}
     if tpu:
         own["rotate"] = rotary_on_parts(ops.rotate, mesh, rules)
     own["paged_attention"] = paged_on_parts(ops.paged_attention, mesh, rules, pools=2)

@@ -25,12 +25,41 @@ from jax.core import Tracer
 from capibara.compose.backends.jax_stacked import Layers, Row, read, replace
 from capibara.compose.errors import CompileError
 
-__all__ = ["UNROLL_LIMIT_CPU", "choose_mode", "repeat"]
+__all__ = ["PRODUCT", "UNROLL_LIMIT_CPU", "choose_mode", "keep_products", "repeat"]
 
 UNROLL_LIMIT_CPU = 12
 """Deepest model that is unrolled on CPU by default: past it, compile time outweighs the faster step."""
 
-_POLICIES = {"full": None, "dots": "dots_with_no_batch_dims_saveable"}
+PRODUCT = "product"
+"""The name (``jax.ad_checkpoint.checkpoint_name``) of what counts as the result of a matrix product with a weight."""
+
+
+def keep_products(offload_to: str | None = None) -> Callable[..., Any]:
+    """A policy of ``jax.checkpoint``: the results of matrix products with weights are kept, all else is computed again.
+
+    Equivalent JAX: ``jax.checkpoint_policies.dots_with_no_batch_dims_saveable`` (with ``offload_to``,
+    ``offload_dot_with_no_batch_dims``), and what has the name :data:`PRODUCT`: on a mesh a product may be one of
+    several devices' parts of a weight, which are a batch.
+
+    Args:
+        offload_to: the memory that they are moved to until they are needed, ``"pinned_host"``; None: they stay.
+    """
+    policies = jax.checkpoint_policies
+    if offload_to is None:
+        plain, named = policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(PRODUCT)
+    else:
+        plain = policies.offload_dot_with_no_batch_dims("device", offload_to)
+        named = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[PRODUCT],
+            offload_src="device",
+            offload_dst=offload_to,
+        )
+
+    def policy(primitive: Any, *inputs: Any, **parameters: Any) -> Any:
+        return (named if primitive.name == "name" else plain)(primitive, *inputs, **parameters)
+
+    return policy
 
 
 def choose_mode(mode: str, count: int, platform: str, *, decodes: bool = False) -> str:
@@ -47,7 +76,7 @@ def checkpointed(body: Callable[..., Any], remat: str) -> Callable[..., Any]:
     """Mark a function for rematerialisation: its intermediate values are computed again in the backward pass."""
     if remat == "none":
         return body
-    policy = getattr(jax.checkpoint_policies, _POLICIES[remat]) if _POLICIES[remat] else None
+    policy = keep_products() if remat == "dots" else None
     return jax.checkpoint(body, policy=policy, static_argnums=(5,))  # 5: train
 
 

@@ -163,7 +163,9 @@ def choose_forms(ops: Any, backend: JaxBackend, mesh: Any | None) -> Any:
             return found
         from capibara.compose.backends.jax_parts import on_parts
 
-        return on_parts(found, mesh, backend.rules, tpu=tpu)
+        policy = backend.policy
+        sums = policy.compute if policy.exchange == "compute" else policy.accumulate
+        return on_parts(found, mesh, backend.rules, tpu=tpu, sums=sums)
 
     return chosen() if backend.knows_platform else _AtFirstUse(chosen)
 

@@ -8,6 +8,7 @@ number of nodes; regions (repeated and rematerialised blocks) are graphs of thei
 * :func:`fold_constants`: operations on constants are run once, here, if the result is small.
 * :func:`share_common`: the same operation on the same values is done once.
 * :func:`remove_dead`: what no output and no state needs is dropped.
+* :func:`fan_out`, for training on a mesh: what several products read is marked, so that its gradient is exchanged once.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ from capibara.compose.physical.codegen import keywords, literal
 from capibara.compose.physical.graph import Graph, Node
 from capibara.compose.precision import Precision
 
-__all__ = ["FOLD_LIMIT", "fold_constants", "optimise", "remove_dead", "remove_identities", "share_common"]
+__all__ = [
+    "FOLD_LIMIT",
+    "fan_out",
+    "fold_constants",
+    "optimise",
+    "remove_dead",
+    "remove_identities",
+    "share_common",
+]
 
 FOLD_LIMIT = 4096
 """Elements of the largest array that :func:`fold_constants` keeps: past it, source and program would grow for
@@ -284,3 +293,50 @@ def remove_dead(graph: Graph) -> int:
     removed = len(graph.nodes) - len(kept)
     graph.nodes = kept[::-1]
     return removed
+
+
+_PRODUCTS = {"dense": -1, "project": -2}
+"""Products with a weight, and the dimension of their result that a mesh may divide."""
+
+
+def fan_out(graph: Graph, where: Callable[[str], Any]) -> int:
+    """Let products that read the same value, and whose results a mesh divides alike, read it through one operation.
+
+    It says that the gradient of the value is the sum of theirs: on a mesh their sum is exchanged, not each of them.
+
+    Args:
+        graph: it is changed, and so are the regions in it.
+        where: a logical axis → what says to which mesh axes it goes (equal for those that go to the same), or None
+            for none.
+
+    Returns:
+        How many operations were added.
+    """
+    return sum(_fan_out(part, where) for part in _parts(graph))
+
+
+def _fan_out(graph: Graph, where: Callable[[str], Any]) -> int:
+    readers: dict[tuple[int, Any], list[tuple[Node, str]]] = {}
+    for node in graph.nodes:
+        block = node.block
+        if node.region is not None or block.registered or not isinstance(block, Primitive):
+            continue
+        axes = node.outputs[0].axes if block.op in _PRODUCTS else None
+        axis = axes[_PRODUCTS[block.op]] if axes and len(axes) > 1 else None
+        if axis is not None and (place := where(axis)) is not None:
+            readers.setdefault((id(node.inputs[0]), place), []).append((node, axis))
+    first: dict[int, Node] = {}
+    for group in readers.values():
+        if len(group) < 2:
+            continue
+        node, axis = group[0]
+        value = node.inputs[0]
+        block = Primitive(
+            "fan_out", {"input": ("*b in", "float")}, {"output": ("*b in", "float")}, {"axis": axis}
+        )
+        copies = Wire(value.shape, value.kind)
+        first[id(node)] = Node(block, f"{node.label}.read", [value], [copies], node.path)
+        for reader, _ in group:
+            reader.inputs = [copies, *reader.inputs[1:]]
+    graph.nodes = [each for node in graph.nodes for each in (first.get(id(node)), node) if each is not None]
+    return len(first)

@@ -29,7 +29,7 @@ from capibara.compose.physical.codegen import generate, module_source
 from capibara.compose.physical.compile_keys import Keys
 from capibara.compose.physical.compiled import CompiledModel, Program
 from capibara.compose.physical.graph import Graph, Node, flatten
-from capibara.compose.physical.passes import optimise
+from capibara.compose.physical.passes import fan_out, optimise
 from capibara.compose.physical.registered import check_registered, functions_of
 from capibara.compose.physical.sizes import resolve_sizes
 from capibara.compose.physical.specs import ModelSpecs
@@ -140,6 +140,9 @@ def compile(
         ops_module = getattr(backend, "ops_module", "capibara.compose.backends.jax_ops")
         before = sum(1 for _ in graph.walk())
         effects = optimise(graph, backend.policy, inference=inference, run=_folder(backend, ops_module))
+        after = sum(1 for _ in graph.walk())
+        if not inference:
+            _fan_out(graph, backend)
         modes = {
             id(node.block): _mode(node, backend) for node in graph.walk() if isinstance(node.block, Repeat)
         }
@@ -153,7 +156,6 @@ def compile(
             sharded=getattr(backend, "mesh", None) is not None or getattr(backend, "type", "jax") == "jax",
             in_place=getattr(backend, "type", "jax") == "jax",
         )
-        after = sum(1 for _ in graph.walk())
         parts = _parts(graph, backend)
     program = Program(
         source=module_source(
@@ -298,6 +300,21 @@ def _mode(node: Node, backend: Any) -> str:
     assert isinstance(block, Repeat)
     decodes = node.region is not None and any(inner.block.decodes for inner in node.region.walk())
     return choose_mode(block.mode, block.count, backend.platform, decodes=decodes)
+
+
+def _fan_out(graph: Graph, backend: Any) -> None:
+    """Mark what several products read, where the backend's mesh may divide their results."""
+    mesh = getattr(backend, "mesh", None)
+    if mesh is None or mesh.size == 1 or any(node.block.decodes for node in graph.walk()):
+        return
+    rules = backend.rules
+
+    def where(axis: str) -> Any:
+        entry = rules.spec((axis,), mesh, kind="activations")[0]
+        axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+        return axes if any(mesh.shape[name] > 1 for name in axes) else None
+
+    fan_out(graph, where)
 
 
 def _parts(graph: Graph, backend: Any) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ __all__ = [
     "continued_scan",
     "dense",
     "dropout",
+    "fan_out",
     "fold",
     "group_merge",
     "layer_norm",
@@ -76,6 +77,11 @@ def project(x: Array, weight: Array, accumulate: str) -> Array:
     # One plain matrix product, not a contraction onto two dimensions: it is what every backend does fastest.
     flat = _joined(weight, 1)
     return _dot(x, flat, accumulate).reshape(*x.shape[:-1], *weight.shape[1:])
+
+
+def fan_out(x: Array, axis: str) -> Array:
+    """``x``, which several products read; on a mesh see :mod:`capibara.compose.backends.jax_fan_out`."""
+    return x
 
 
 def merge(x: Array, weight: Array, accumulate: str) -> Array:
