@@ -1,7 +1,9 @@
-"""One training step of a 6-layer decoder against the same model in PyTorch, on the same cores.
+"""One training step of a 6-layer decoder against the same model in PyTorch and in Flax NNX, on the same cores.
 
 Forward, backward, gradient clipping and AdamW; float32; the same sizes and batch. The PyTorch side is
-:class:`benchmarks.torch_decoder.TorchDecoder`, eager and (with ``--compile``, slow to start) ``torch.compile``.
+:class:`benchmarks.torch_decoder.TorchDecoder`, eager and (with ``--compile``, slow to start) ``torch.compile``; the
+NNX side is :class:`benchmarks.nnx_decoder.NnxDecoder` with optax. The last peer is one large matrix product, scaled to
+as many operations as the step has.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import numpy as np
 
 __all__ = ["run"]
 
+_SIDE = 2048  # of the matrix product: 17 GFLOP
 OVERRIDES = [
     "model.embed_dim=256",
     "model.num_heads=8",
@@ -82,29 +85,44 @@ def run(rounds: int = 8, *, with_compile: bool = False) -> list[dict[str, Any]]:
 
         return one
 
+    def matrix_product() -> Any:
+        square = jax.numpy.asarray(np.random.default_rng(0).normal(size=(_SIDE, _SIDE)).astype(np.float32))
+        product = jax.jit(jax.numpy.matmul)
+        return lambda: product(square, square)
+
+    def nnx() -> Any:
+        from benchmarks.nnx_decoder import nnx_step
+
+        one = nnx_step(m, config.optimizer, jax.numpy.asarray(tokens))
+        assert one.parameters == ModularCapibaraModel(config).num_params
+        return one
+
     functions = {
         "capibara": ours("auto"),
         "capibara, scanned": ours("scan"),
         "torch eager": theirs(False),
+        "flax nnx": nnx(),
+        "matrix product": matrix_product(),
     }
     if with_compile:
         functions["torch.compile"] = theirs(True)
     table = interleaved(functions, rounds, 2)
     print(table)
-    rate = {name: flops / table[name].median / 1e9 for name in functions}
+    operations = {"matrix product": 2.0 * _SIDE**3}
+    rate = {name: operations.get(name, flops) / table[name].median / 1e9 for name in functions}
     shape = f"{m.num_layers} layers, d {m.embed_dim}, {t.batch_size} × {t.sequence_length}"
     return [
         {
             "what": f"training step ({name})",
             "shape": shape,
             "peer": peer,
-            "ratio": table.ratio(peer, name),
+            "ratio": table.ratio(peer, name) * flops / operations.get(peer, flops),
             "ours_gflops": rate[name],
             "peer_gflops": rate[peer],
         }
         for name in ("capibara", "capibara, scanned")
         for peer in functions
-        if peer.startswith("torch")
+        if not peer.startswith("capibara")
     ]
 
 

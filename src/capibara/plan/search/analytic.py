@@ -191,9 +191,9 @@ def estimate_time(config: ModularModelConfig, layout: Layout, target: Target) ->
     else:
         communication = count * 2 * reduced
     # Partial sums of the residual stream, in float32, each an all-reduce (a scatter and a gather): forward one after
-    # attention and one after the feed-forward; backward one for each product that its inputs went into (query, key,
-    # value, gate, up), which XLA does not add up before; one more where the block is computed again.
-    reduces = {"none": 7, "dots": 7, "full": 8}[layout.remat]
+    # attention and one after the feed-forward; backward one of what the products before each of them read (query, key
+    # and value; gate and up); one more where the block is computed again.
+    reduces = {"none": 4, "dots": 4, "full": 5}[layout.remat]
     communication += reduces * m.num_layers * 2 * ring(tokens * m.embed_dim * 4, "model")
     # Tokens of all devices along the expert axis are gathered, and the sums scattered back; the other way round for
     # their gradients; and both again where the block is computed again.
