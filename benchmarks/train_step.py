@@ -2,8 +2,9 @@
 
 Forward, backward, gradient clipping and AdamW; float32; the same sizes and batch. The PyTorch side is
 :class:`benchmarks.torch_decoder.TorchDecoder`, eager and (with ``--compile``, slow to start) ``torch.compile``; the
-NNX side is :class:`benchmarks.nnx_decoder.NnxDecoder` with optax. The last peer is one large matrix product, scaled to
-as many operations as the step has.
+NNX side is :class:`benchmarks.nnx_decoder.NnxDecoder` with optax. The last peers are matrix products by XLA: those that
+the step's linear layers consist of, one after another and nothing between them (no attention either), and one large
+product, scaled to as many operations as the step has.
 """
 
 from __future__ import annotations
@@ -90,6 +91,21 @@ def run(rounds: int = 8, *, with_compile: bool = False) -> list[dict[str, Any]]:
         product = jax.jit(jax.numpy.matmul)
         return lambda: product(square, square)
 
+    def own_products() -> Any:
+        rng = np.random.default_rng(0)
+        wide, inner = m.embed_dim, m.resolved_mlp_dim
+        heads, kv_heads = m.num_heads * m.resolved_head_dim, m.num_kv_heads * m.resolved_head_dim
+        layer = [(wide, heads), *[(wide, kv_heads)] * 2, (heads, wide), *[(wide, inner)] * 2, (inner, wide)]
+        every = [*layer * m.num_layers, (wide, m.vocab_size)]
+
+        def array(*shape: int) -> jax.Array:
+            return jax.numpy.asarray(rng.normal(size=shape).astype(np.float32))
+
+        rows = tokens[:, 1:].size
+        of = {(i, o): (array(rows, i), array(i, o), array(rows, o)) for i, o in set(every)}
+        three = jax.jit(lambda x, w, d: (x @ w, d @ w.T, x.T @ d))
+        return lambda: [three(*of[shape]) for shape in every]
+
     def nnx() -> Any:
         from benchmarks.nnx_decoder import nnx_step
 
@@ -102,6 +118,7 @@ def run(rounds: int = 8, *, with_compile: bool = False) -> list[dict[str, Any]]:
         "capibara, scanned": ours("scan"),
         "torch eager": theirs(False),
         "flax nnx": nnx(),
+        "its products alone": own_products(),
         "matrix product": matrix_product(),
     }
     if with_compile:
