@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from emulation import emulated
+from other_process import run_apart
 from small_models import quick_jit, small_config, small_params, small_tokens
 
 from capibara.core import ModularCapibaraModel
@@ -64,3 +66,45 @@ def test_a_step_holds_a_part_of_many_logits(tied: bool) -> None:
     run = quick_jit(jax.grad(lambda p, t: model.loss(p, {"tokens": t}, state={})[0]))
     held: Any = run.lower(params, tokens).compile().memory_analysis()
     assert held.temp_size_in_bytes < 8 * 512 * 65536 * 4 / 8
+
+
+ON_A_MESH = """
+import json, warnings
+warnings.simplefilter("error")
+import jax, numpy as np
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from capibara.core import ModularCapibaraModel
+from capibara.ops.loss import api
+from small_models import quick_jit, small_config, small_params, small_tokens
+api.FEW_LOGITS = 0
+out = {}
+for tied in (True, False):
+    config = small_config(model__vocab_size=64, model__tie_embeddings=tied)
+    params, state = small_params(ModularCapibaraModel(config))
+    tokens = small_tokens(4, 9)
+    weights = jnp.asarray(np.random.default_rng(1).random((4, 8)), jnp.float32)
+    def both(model):
+        def scored(params, tokens):
+            losses = model.token_losses(params, tokens, state=state)
+            return jnp.sum(losses * weights), losses
+        return jax.value_and_grad(scored, has_aux=True)
+    want = quick_jit(both(ModularCapibaraModel(config)))(params, tokens)
+    for axes in ({"data": 4}, {"data": 2, "model": 2}, {"data": 2, "context": 2}):
+        mesh = Mesh(np.array(jax.devices()).reshape(*axes.values()), tuple(axes))
+        model = ModularCapibaraModel(config, mesh=mesh)
+        laid = jax.device_put(params, model.compiled.propose_shardings()["params"])
+        got = quick_jit(both(model))(laid, tokens)
+        far = jax.tree.map(lambda a, b: float(jnp.max(jnp.abs(a - np.asarray(b))) / jnp.max(jnp.abs(b))), got, want)
+        whole = "f32[4,8,64]" in str(jax.make_jaxpr(both(model))(laid, tokens))
+        out[f"{tied} {axes}"] = [max(jax.tree.leaves(far)), whole]
+print("RESULT" + json.dumps(out))
+"""
+
+
+def test_losses_of_tokens_on_a_mesh_are_those_of_one_device() -> None:
+    found = run_apart(ON_A_MESH, XLA_FLAGS=emulated(4))
+    assert len(found) == 6
+    for case, (far, whole) in found.items():
+        assert far < 1e-5, case
+        assert not whole, case  # no array of all logits

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from capibara.compose.backends.meshes import free_axes
 from capibara.compose.physical.explicit import automatic_mesh
@@ -83,14 +83,12 @@ def mean_of(total: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def losses_of(
-    config: ModularModelConfig, params: Mapping[str, Any], hidden: jax.Array, targets: jax.Array
+    config: ModularModelConfig, params: Mapping[str, Any], hidden: jax.Array, targets: jax.Array, parts: Parts
 ) -> jax.Array:
-    """The cross-entropy of each of ``targets [batch, sequence]``, on one device; see :func:`next_token_loss`."""
-    from capibara.ops.loss import cross_entropy
-
-    head, options = _head(config, params, hidden)
-    losses = cross_entropy(hidden, head, targets, reduction="none", **options)
-    return losses.astype(config.precision.accumulate_dtype)
+    """The cross-entropy of each of ``targets [batch, sequence]``; arguments as of :func:`next_token_loss`."""
+    return _computed(config, params, hidden, targets, parts, None, "none").astype(
+        config.precision.accumulate_dtype
+    )
 
 
 def _head(
@@ -142,6 +140,19 @@ def total_loss(
     weights: jax.Array | None = None,
 ) -> jax.Array:
     """The sum of the cross-entropies, weighted; arguments as of :func:`next_token_loss`."""
+    return _computed(config, params, hidden, targets, parts, weights, "sum")
+
+
+def _computed(
+    config: ModularModelConfig,
+    params: Mapping[str, Any],
+    hidden: jax.Array,
+    targets: jax.Array,
+    parts: Parts,
+    weights: jax.Array | None,
+    reduction: Literal["none", "sum"],
+) -> jax.Array:
+    """The cross-entropies of each device's tokens, or their sum over all devices."""
     import jax
     from jax.sharding import PartitionSpec
 
@@ -152,12 +163,14 @@ def total_loss(
     over = (*parts.batch, *parts.sequence)
     counted = () if weights is None else (weights,)
     if not over and not parts.vocab:
-        return cross_entropy(hidden, head, targets, weights=weights, reduction="sum", **options)
+        return cross_entropy(hidden, head, targets, weights=weights, reduction=reduction, **options)
 
     def part(hidden: Any, head: Any, targets: Any, *weights: Any) -> Any:
         given = {**options, "weights": weights[0] if weights else None}
-        own = cross_entropy(hidden, head, targets, reduction="sum", axis_name=parts.vocab or None, **given)
-        return jax.lax.psum(own, over) if over else own
+        own = cross_entropy(
+            hidden, head, targets, reduction=reduction, axis_name=parts.vocab or None, **given
+        )
+        return jax.lax.psum(own, over) if over and reduction == "sum" else own
 
     tokens, vocab = PartitionSpec(parts.batch or None, parts.sequence or None), parts.vocab or None
     mapped = jax.shard_map(
@@ -168,7 +181,7 @@ def total_loss(
             PartitionSpec(vocab, None) if tied else PartitionSpec(None, vocab),
             *(tokens for _ in (targets, *counted)),
         ),
-        out_specs=PartitionSpec(),
+        out_specs=PartitionSpec() if reduction == "sum" else tokens,
     )
     # Compiled also where gradients are taken outside of `jax.jit`, and not one primitive at a time.
     return jax.jit(mapped, inline=True)(hidden, head, targets, *counted)

@@ -553,11 +553,11 @@ class ModularCapibaraModel:
         with self.backend.scope():
             inputs, targets = texts.without_last(), jnp.asarray(texts.tokens)[:, 1:]
             parts = parts_of(self.config, inputs.tokens, self.backend.mesh, self.backend.rules)
-            if parts is not None and parts.mesh is None:
+            if parts is not None:
                 form = self._form(head=False, ragged=texts.ragged)
                 own = {name: value for name, value in params.items() if name in self._trunk_keys}
                 outputs, _ = form.apply(own, inputs.inputs(), state=used, key=key, train=train)
-                return losses_of(self.config, params, outputs["hidden"], targets)
+                return losses_of(self.config, params, outputs["hidden"], targets, parts)
             outputs, _ = self._form(ragged=texts.ragged).apply(
                 params, inputs.inputs(), state=used, key=key, train=train
             )

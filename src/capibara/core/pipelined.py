@@ -341,8 +341,6 @@ class PipelinedLoss:
 
         tokens, weights = targets["tokens"], targets.get("weights")
         parts = parts_of(self.config, tokens, self.backend.mesh, self.backend.rules)
-        if self.pairs and parts is not None and (parts.batch or parts.sequence or parts.vocab):
-            parts = None  # the losses of single tokens are not computed in parts of a mesh
         exit = self._part("exit", parts is None)
         own = {path[0] for path in exit.params}
         inputs, states = _with_stream(exit, x, {})
@@ -357,7 +355,7 @@ class PipelinedLoss:
             chosen = jnp.sum(jnp.where(own_entry, logits, 0), axis=-1)
             losses = jax.nn.logsumexp(logits, axis=-1) - chosen
         elif self.pairs:
-            losses = losses_of(self.config, outer, out["hidden"], tokens)
+            losses = losses_of(self.config, outer, out["hidden"], tokens, parts)
         else:
             return total_loss(self.config, outer, out["hidden"], tokens, parts, weights=weights)
         if self.pairs:
