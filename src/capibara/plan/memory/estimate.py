@@ -7,7 +7,7 @@ in addition, the memory peak of the step (modelled, see :mod:`capibara.plan.memo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from capibara.config import ModularModelConfig
@@ -25,9 +25,6 @@ __all__ = ["MemoryEstimate", "estimate_memory", "estimate_memory_of"]
 # Keys whose scores attention round a ring computes at once (capibara.ops.attention.ring), and of such scores those that
 # are live together.
 _RING_KEYS, _RING_SCORES = 1024, 2
-# Inside the loop over the ticks of a pipeline, the loops forward and backward over a stage's blocks have what is kept
-# between them in buffers of their own (jax 0.10.2, libtpu 0.0.42.1).
-_KEPT_OF_STAGE = 2
 
 
 @dataclass(frozen=True)
@@ -129,15 +126,18 @@ def estimate_memory(config: ModularModelConfig, layout: Layout, target: Target) 
             f"train.batch_size={config.train.batch_size} does not divide into {layout.microbatches} microbatches"
         )
     arguments = step_arguments(config, layout)
-    need = working_set(config, layout, target, rows, arguments)
-    moment, gradients, activations, temporaries = need.fullest
     w = widths(config, layout, rows)
+    if inputs and layout.remat == "none":
+        # In a stage, the compiler shards what is as wide as the residual stream over ``model``, too.
+        w = replace(w, stream_parts=layout.axis_sizes.get("model", 1))
+    need = working_set(config, layout, target, w, arguments)
+    moment, gradients, activations, temporaries = need.fullest
     by_kind = _by_kind(arguments, padded=target.pads_to_tiles)
     return MemoryEstimate(
         parameters=by_kind["parameters"],
         optimizer=by_kind["optimizer"],
         gradients=gradients,
-        activations=(_KEPT_OF_STAGE if inputs else 1) * activations + inputs * w.values(w.stream),
+        activations=activations + inputs * w.values(w.stream) // w.stream_parts,
         temporaries=temporaries + _scores_of_ring(config, layout, w),
         padding=by_kind["padding"],
         inputs=by_kind["inputs"],

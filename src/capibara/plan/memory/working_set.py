@@ -49,7 +49,7 @@ from capibara.plan.memory.kept import (
     turns_of,
 )
 from capibara.plan.memory.tiles import padded_rows
-from capibara.plan.memory.widths import Widths, widths
+from capibara.plan.memory.widths import Widths
 from capibara.plan.targets import Target
 from capibara.sharding import Layout
 from capibara.sharding.communication import FUSED
@@ -136,15 +136,15 @@ class WorkingSet:
 
 
 def working_set(
-    config: ModularModelConfig, layout: Layout, target: Target, rows: int, arguments: tuple[Block, ...]
+    config: ModularModelConfig, layout: Layout, target: Target, w: Widths, arguments: tuple[Block, ...]
 ) -> WorkingSet:
     """The memory that the step needs besides its arguments.
 
     Args:
       config, layout, target: as for :func:`~capibara.plan.memory.estimate_memory`.
-      rows: sequences of a microbatch, on all devices. arguments: of the step.
+      w: one device's share of a microbatch. arguments: of the step.
     """
-    m, w = config.model, widths(config, layout, rows)
+    m = config.model
     if target.platform == "cuda":
         # The GPU's compiler keeps products as JAX saves them, in the dtype of accumulation; the TPU's casts them first.
         w = replace(w, kept_products=w.accumulate)
