@@ -9,7 +9,7 @@ import pytest
 from tpu_compiler import needs_libtpu
 
 from benchmarks.plan_memory import summary
-from benchmarks.plan_memory_random import RANDOM, SEED, compare, draw_step, load_programs
+from benchmarks.plan_memory_random import BLIND_SEED, RANDOM, SEED, compare, draw_step, load_programs
 from capibara.plan.compiler import find_compiler
 
 PROGRAMS, VERSIONS = load_programs()
@@ -23,16 +23,19 @@ def name_of(program) -> str:
 
 def test_they_are_the_seeds_programs():
     """Models, rows and slices are drawn again; layouts depend on the search as it was."""
-    assert SEED == 26
-    numbers = [row["number"] for row in ROWS]
+    assert (SEED, BLIND_SEED) == (26, 27)
+    numbers = [(row["seed"], row["number"]) for row in ROWS]
     assert numbers == sorted(set(numbers))
+    assert {seed for seed, _ in numbers} == {SEED, BLIND_SEED}
     for row in ROWS:
-        assert draw_step(row["number"]) == (row["settings"], row["slice"]), row["number"]
+        drawn = draw_step(row["number"], row["seed"])
+        assert drawn == (row["settings"], row["slice"]), (row["seed"], row["number"])
 
 
 def test_they_are_many_and_of_all_kinds():
-    assert len(PROGRAMS) >= 60
+    assert len(PROGRAMS) >= 100
     assert sum(program.held_out for program in ACCEPTED) >= 30
+    assert sum(program.layout.stages > 1 for program in ACCEPTED) >= 8
     assert {program.target.generation for program in ACCEPTED} == {"v4", "v5e", "v5p", "v6e"}
     assert {program.layout.remat for program in ACCEPTED} == {"none", "dots", "full"}
     assert {program.layout.parameters for program in ACCEPTED} == {"sharded", "replicated"}
@@ -52,16 +55,9 @@ def test_arguments_are_exact(program):
     assert program.estimate.arguments == pytest.approx(program.arguments, rel=0.002, abs=64 * 512)
 
 
-# Adafactor beside replicated parameters: gradients of a matrix may wait in the compute dtype. In a turn of four blocks,
-# the gradients of twelve matrices wait together, each whole along ``data``. The others are experts on a v5p and a v6e,
-# whose compiler lets more be on its way where there is memory.
-FARTHER = {43: 0.12, 59: 0.13, 21: 0.12, 26: 0.12, 30: 0.17, 55: 0.11}
-
-
 @pytest.mark.parametrize("program", ACCEPTED, ids=name_of)
 def test_the_estimate_is_within_a_tenth_of_the_compiler(program):
-    most = FARTHER.get(program.number, 0.10)
-    assert program.estimate.total == pytest.approx(program.total, rel=most)
+    assert program.estimate.total == pytest.approx(program.total, rel=0.10)
 
 
 def test_errors_lean_to_neither_side():
@@ -78,7 +74,7 @@ def test_the_benchmark_says_so():
     rows = compare()
     text, worst = summary(rows)
     assert len(rows) == len(ACCEPTED)
-    assert worst < max(FARTHER.values())
+    assert worst <= 0.10
     assert f"all: {len(rows)} programs" in text
     assert "held out" in text
 
@@ -87,7 +83,7 @@ def test_the_benchmark_says_so():
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [2, 12, 60])
 def test_the_compiler_still_says_so(number):
-    program = next(p for p in ACCEPTED if p.number == number)
+    program = next(p for p in ACCEPTED if (p.seed, p.number) == (SEED, number))
     found = program.measure()
     assert found.arguments == pytest.approx(program.arguments, rel=0.001)
     if find_compiler().version == VERSIONS["libtpu"]:

@@ -9,7 +9,7 @@ import pytest
 from tpu_compiler import needs_libtpu
 
 from capibara.cli import main
-from capibara.plan import CompilerMissingError
+from capibara.plan import CompilerMissingError, DoesNotFitError
 
 TINY = (
     *("model.num_layers=2", "model.embed_dim=64", "model.num_heads=4", "model.num_kv_heads=4"),
@@ -130,6 +130,24 @@ def test_an_estimate(capsys):
     assert "nothing was compiled" in capsys.readouterr().out
     assert main(["plan", "--no-compile", "--topology", "v5e:2x2", "--memory-limit", "1e-12", *TINY]) == 1
     assert "nothing fits" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_files_that_stay_unwritten_are_named(as_json, capsys, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise DoesNotFitError("nothing fits")
+
+    monkeypatch.setattr("capibara.plan.plan", refuse)
+    report, lock, script = (tmp_path / name for name in ("plan.html", "plan.lock", "run.sh"))
+    files = ["--report", str(report), "--lock", str(lock), "--export", "maxtext", "--output", str(script)]
+    more = ["--json"] if as_json else []
+    assert main(["plan", "--topology", "v5e:2x2", *files, *more, *TINY]) == 1
+    out, err = capsys.readouterr()
+    for option, path in (("report", report), ("lock", lock), ("output", script)):
+        assert f"--{option} {path}: not written, for no layout is within the limits" in err
+        assert not path.exists()
+    if as_json:
+        assert json.loads(out) == {"fits": False, "error": "nothing fits"}
 
 
 def test_an_explanation_keeps_to_the_limit_and_the_workers(capsys, monkeypatch, tmp_path):

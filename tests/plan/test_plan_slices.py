@@ -230,6 +230,17 @@ def test_the_command(capsys, tmp_path):
     assert "v5e:" in report.read_text()
 
 
+def test_files_that_stay_unwritten_are_named(capsys, tmp_path):
+    report = tmp_path / "plan.html"
+    report.write_text("the last plan")
+    arguments = ["plan", "--no-compile", "--topology", "v5e:2x2,v5e:2x4", "--tokens", "1e9", *TINY]
+    for json_too in ([], ["--json"]):
+        assert main([*arguments, "--budget", "0.001", "--report", str(report), *json_too]) == 1
+        err = capsys.readouterr().err
+        assert f"--report {report}: not written, for no layout is within the limits" in err
+    assert report.read_text() == "the last plan"
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
@@ -239,7 +250,12 @@ def test_the_command(capsys, tmp_path):
         (["--tokens", "1e9", "--budget", "nan"], "--budget: got nan"),
         (["--topology", "v4-32,v5e-64", "--where"], "--where is for one slice"),
         (["--topology", "v4-32,v5e-64", "--explain"], "--explain is for one slice"),
-        (["--topology", "v4-32,"], "''"),
+        (["--topology", "v4-32,"], "--topology: got 'v4-32,', expected slices separated by single commas"),
+        (["--topology", "v4-32,,v5e:2x2"], "Remove the comma that names no slice"),
+        (
+            ["--serve", "--prompt-length", "8", "--output-length", "8", "--topology", "v5e:2x2,"],
+            "Remove the comma that names no slice",
+        ),
         (["--check", "x.lock", "--tokens", "1e9"], "--tokens cannot be combined with --check"),
         (
             ["--serve", "--prompt-length", "8", "--output-length", "8", "--tokens", "9"],

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from capibara.config import ModularModelConfig
     from capibara.plan import Slice
 
-__all__ = ["add_slices_arguments", "names_several", "run_slices"]
+__all__ = ["add_slices_arguments", "names_several", "run_slices", "say_unwritten"]
 
 _JOB = ("tokens", "deadline", "budget")
 
@@ -49,6 +49,17 @@ def names_several(args: argparse.Namespace) -> bool:
         if getattr(args, name) is not None and args.tokens is None:
             raise ConfigError(f"--{name} needs --tokens N, the size of the job")
     return args.tokens is not None or "," in (args.topology or "")
+
+
+def say_unwritten(args: argparse.Namespace) -> None:
+    """Say on the standard error which files stay unwritten because there is no plan to write."""
+    for option in ("report", "lock", "output"):
+        path = getattr(args, option)
+        if path is not None:
+            print(
+                f"capibara plan: --{option} {path}: not written, for no layout is within the limits",
+                file=sys.stderr,
+            )
 
 
 def run_slices(
@@ -106,6 +117,8 @@ def run_slices(
                 chosen.plan.lock(args.lock)
         except OSError as error:
             raise ConfigError(f"{error.filename or 'a file'} cannot be written: {error.strerror}") from error
+    else:
+        say_unwritten(args)
     if args.json:
         print_json({"fits": found.fits, **found.to_json()})
     else:

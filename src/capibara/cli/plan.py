@@ -18,7 +18,7 @@ from capibara.cli._json import print_json
 from capibara.cli._layout_settings import GivenByHand
 from capibara.cli._models import further_config, named_config
 from capibara.cli._serving import add_serving_arguments, check_serving_arguments, run_serving
-from capibara.cli._slices import add_slices_arguments, names_several, run_slices
+from capibara.cli._slices import add_slices_arguments, names_several, run_slices, say_unwritten
 from capibara.errors import ConfigError
 from capibara.files import replace_file
 
@@ -256,6 +256,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"capibara plan: {error}", file=sys.stderr)
             if report is not None:
                 print(report)
+        say_unwritten(args)
         return 1
     try:
         if args.report:
@@ -343,6 +344,11 @@ def _check_given(args: argparse.Namespace) -> None:
     for name in ("config", "model", "topology", "region", "term", "prices", "cache", "check", "layout"):
         if getattr(args, name) == "":
             raise ConfigError(f"--{name}: got '', expected a value. Leave the option out for its default")
+    if args.topology is not None and not all(part.strip() for part in args.topology.split(",")):
+        raise ConfigError(
+            f"--topology: got {args.topology!r}, expected slices separated by single commas, such as "
+            "v4-32,v5e:2x2. Remove the comma that names no slice"
+        )
     if args.memory_limit is not None and not 0 < args.memory_limit < float("inf"):
         raise ConfigError(f"--memory-limit: got {args.memory_limit:g}, expected GiB above 0, such as 24")
 

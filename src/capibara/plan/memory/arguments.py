@@ -109,14 +109,21 @@ def step_arguments(config: ModularModelConfig, layout: Layout) -> tuple[Block, .
 
 
 @lru_cache(maxsize=256)
-def _gradients(
-    model: Any, finetune: Any, size: int, layout: Layout, as_parameters: bool
-) -> tuple[Block, ...]:
+def _gradients(model: Any, finetune: Any, size: int, layout: Layout, factors: bool) -> tuple[Block, ...]:
     from capibara.core.adapters import is_adapter
 
-    rules = layout.rules if as_parameters else layout.optimizer_rules
     return tuple(
-        Block("gradients", path, part_of(shape, names, layout.mesh, rules), size)
+        Block(
+            "gradients",
+            path,
+            part_of(
+                shape,
+                names,
+                layout.mesh,
+                layout.rules if factors and _is_factored(shape) else layout.optimizer_rules,
+            ),
+            size,
+        )
         for path, shape, names in _specs(model, finetune)[0]
         if finetune.method == "full" or is_adapter(path)
     )
@@ -125,12 +132,12 @@ def _gradients(
 def step_gradients(config: ModularModelConfig, layout: Layout) -> tuple[Block, ...]:
     """The gradients of the parameters that are trained: sharded as the moments that they go into.
 
-    Adafactor's moments of matrices are replicated, so its gradients are sharded as the parameters.
+    The sums that Adafactor keeps of matrices are replicated, so their gradients are sharded as the parameters.
     """
     model: Any = config.model
     finetune: Any = config.finetune
-    as_parameters = config.optimizer.name == "adafactor"
-    return _gradients(model, finetune, item_size(config.precision.param_dtype), layout, as_parameters)
+    factors = config.optimizer.name == "adafactor"
+    return _gradients(model, finetune, item_size(config.precision.param_dtype), layout, factors)
 
 
 def _arguments(config: ModularModelConfig, layout: Layout) -> Iterator[Block]:
@@ -172,15 +179,20 @@ def _moments(
     from capibara.train.optimizer import is_orthogonal
 
     if settings.name == "adafactor":
-        order = sorted(range(len(shape)), key=lambda n: shape[n])
-        if len(shape) < 2 or shape[order[-2]] < _FACTORED:
+        if not _is_factored(shape):
             return [((1,), 2), (shape, 1)]
+        order = sorted(range(len(shape)), key=lambda n: shape[n])
         sums = [tuple(size for n, size in enumerate(shape) if n != gone) for gone in order[-2:]]
         return [((1,), 1), *((one, 1) for one in sums)]
     count = {"adamw": 2, "lion": 1, "sgd": 1 if settings.beta1 else 0, "muon": 2}[settings.name]
     if settings.name == "muon" and is_orthogonal(path, names):
         count = 1
     return [(shape, count)] if count else []
+
+
+def _is_factored(shape: tuple[int, ...]) -> bool:
+    """Whether Adafactor keeps two sums in place of the second moment."""
+    return len(shape) > 1 and sorted(shape)[-2] >= _FACTORED
 
 
 _Specs = tuple[tuple[tuple[str, ...], tuple[int, ...], tuple[str | None, ...]], ...]

@@ -113,7 +113,9 @@ def _kept(block: BlockType, config: ModularModelConfig, remat: str, w: Widths) -
     with_products, narrow, wide = _OWN[block.kind]
     own = w.values(w.own[block.kind])
     if remat == "dots":
-        return int(stream + w.products(w.stream) + layer + with_products * w.products(w.own[block.kind]))
+        # The last product of a block is only added to.
+        last = w.products(w.stream) if m.mlp != "none" or m.norm_placement != "before" else 0
+        return int(stream + last + layer + with_products * w.products(w.own[block.kind]))
     scan = (scanned_rows(w) + scanned_states(w)) if block.kind == "ssm" else 0
     whole = narrow * own + wide * own * w.accumulate / w.compute
     return int(_normalised(m, w) + layer + whole + scan)
@@ -149,12 +151,13 @@ def _layer(block: BlockType, config: ModularModelConfig, remat: str, w: Widths) 
         return scores + shared
     # Rows in the order of experts, both products, what goes into the third and what comes out of it; and the matrices,
     # gathered and in the compute dtype.
-    rows = mixture.rows * (2 * w.stream + 5 * mixture.inner) * w.compute
+    rows = mixture.rows * (2 * w.stream + 6 * mixture.inner) * w.compute
     matrices = 3 * mixture.held * w.stream * mixture.inner * w.compute
     return 3 * scores + shared + rows + matrices
 
 
 def _normalised(m: ModelSection, w: Widths) -> int:
-    values = w.tokens * w.stream * (2 if m.norm_placement == "both" else 1)
+    norms = (1 if m.mlp == "none" else 2) * (2 if m.norm_placement == "both" else 1)
     # In one dtype what is normalised is not a copy of what comes in.
-    return values * (5 * w.accumulate if w.one_dtype else 6 * w.accumulate + 2 * w.compute)
+    each = 5 * w.accumulate // 2 if w.one_dtype else 3 * w.accumulate + w.compute
+    return w.tokens * w.stream // w.stream_parts * norms * each

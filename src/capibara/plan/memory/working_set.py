@@ -13,7 +13,9 @@ wide as the residual stream, some as the feed-forward layer, and matrices: gathe
 are scattered.
 
 In both cases there are copies of all blocks' parameters in the compute dtype: the compiler creates them once, before
-the loop. Blocks of experts and state-space blocks are counted buffer by buffer, as the compiler's reports list them.
+the loop; with microbatches also of the tables. Where sums do not run beside computation, the gradients of all blocks of
+a turn of the pattern wait for the reductions at its end, each whole along ``data``. Blocks of experts and state-space
+blocks are counted buffer by buffer, as the compiler's reports list them.
 
 *The update*, where moments are sharded and parameters replicated: the new parameters are gathered beside the old ones.
 
@@ -47,7 +49,7 @@ from capibara.plan.memory.kept import (
     turns_of,
 )
 from capibara.plan.memory.tiles import padded_rows
-from capibara.plan.memory.widths import Widths, widths
+from capibara.plan.memory.widths import Widths
 from capibara.plan.targets import Target
 from capibara.sharding import Layout
 from capibara.sharding.communication import FUSED
@@ -78,10 +80,10 @@ _FETCHED, _FETCHED_V4 = 0.6, 0.2
 # are gathered into their place.
 _REPLACED = 0.2
 # Where the loss takes many logits in chunks: how many chunks; and in a block's backward pass, logits in place of the
-# counts above (of a rematerialised one), and tables of the vocabulary beside them (the table's gradient in float32),
-# for a table that is whole on each device and for one sharded over ``model``.
+# counts above (of a rematerialised one), and tables of the vocabulary beside them (the table's gradient in float32,
+# sometimes cast before), for a table that is whole on each device and for one sharded over ``model``.
 _CHUNKS = 32
-# Of the table's gradient at the loss: the sum so far, and the one with the chunk's.
+# Sums of the gradient of the table in the loss's loop over chunks, which adds to it in place.
 _SUMS = 1
 # Where the gradient of the head's table is left for the end: that and the logits', in float32, wait in the loop.
 _ALIVE_LATE = (2.0, 2.0)
@@ -92,8 +94,13 @@ _PLAIN = 0.67
 _TABLES_AHEAD = {False: 2.0, True: 1.5}
 # Feed-forward matrices where adapters alone are trained: those gathered. None if they are codes.
 _FROZEN = 2.0
-_ALIVE_CHUNKS, _ALIVE_CHUNKS_SHARDED = (0.13, 1.5), (0.0, 1.5)
+_ALIVE_CHUNKS, _ALIVE_CHUNKS_SHARDED = (0.0, 2.0), (0.0, 1.5)
+_ALIVE_CHUNKS_CUDA = (0.13, 1.5)
 _ALIVE_ONE_CHUNKS, _ALIVE_ONE_CHUNKS_SHARDED = (0.13, 0.8), (0.0, 0.4)
+# Of a mixture: rows of a tile, into which the rows of a token's experts fit as they are only if they are as many; and
+# the on-chip memory, in bytes, in which smaller rows and matrices stay.
+_TILE_ROWS = 8
+_ON_CHIP = {"v4": 128 << 20, "v5e": 128 << 20, "v5p": 64 << 20, "v6e": 128 << 20}
 
 
 @dataclass(frozen=True)
@@ -129,15 +136,15 @@ class WorkingSet:
 
 
 def working_set(
-    config: ModularModelConfig, layout: Layout, target: Target, rows: int, arguments: tuple[Block, ...]
+    config: ModularModelConfig, layout: Layout, target: Target, w: Widths, arguments: tuple[Block, ...]
 ) -> WorkingSet:
     """The memory that the step needs besides its arguments.
 
     Args:
       config, layout, target: as for :func:`~capibara.plan.memory.estimate_memory`.
-      rows: sequences of a microbatch, on all devices. arguments: of the step.
+      w: one device's share of a microbatch. arguments: of the step.
     """
-    m, w = config.model, widths(config, layout, rows)
+    m = config.model
     if target.platform == "cuda":
         # The GPU's compiler keeps products as JAX saves them, in the dtype of accumulation; the TPU's casts them first.
         w = replace(w, kept_products=w.accumulate)
@@ -155,26 +162,33 @@ def working_set(
     table = w.words * w.stream * w.compute
     stream, inner, words, matrices, tables = _alive(layout, target, w)
     chunks = _in_chunks(config, w)
+    whole = not chunks and not frozen and not _shards_vocab(layout)
+    ahead = not chunks and not frozen and _gathers_ahead(layout, target)
     if chunks:
-        # The logits of one chunk, and the gradient of the table, which is a sum over chunks.
-        scores = logits // _CHUNKS * w.accumulate // w.compute + _SUMS * w.words * w.stream * w.accumulate
+        # The logits of one chunk, and the gradient of the table, which is a sum over chunks; in rows, so that it is
+        # copied for a table that is stored in columns.
+        sums = 2 if m.tie_embeddings and _lookup_copies(arguments) and target.pads_to_tiles else _SUMS
+        if frozen:
+            sums = 0
+        scores = logits // _CHUNKS * w.accumulate // w.compute + sums * w.words * w.stream * w.accumulate
         chunked, sharded = (
             (_ALIVE_ONE_CHUNKS, _ALIVE_ONE_CHUNKS_SHARDED)
             if w.one_dtype
             else (_ALIVE_CHUNKS, _ALIVE_CHUNKS_SHARDED)
+            if target.platform != "cuda"
+            else (_ALIVE_CHUNKS_CUDA, _ALIVE_CHUNKS_SHARDED)
         )
         words, more = sharded if _shards_vocab(layout) else chunked
         words, tables = (0.0 if layout.remat == "none" else words), tables + more
+        if len(turns[-1]) < len(m.pattern):
+            # Blocks after the loop, beside whose backward pass the table's gradient is reduced.
+            tables = 0.0
         if layout.microbatches > 1:
             tables += 1.0  # gathered once, before the loop over microbatches
-        if frozen:
-            scores -= int(_SUMS * w.words * w.stream * w.accumulate)
     else:
         # In the compute dtype and, where that is another one, in that of accumulation.
         scores = logits if w.one_dtype else logits + logits * w.accumulate // w.compute
-        late = _late(layout, target) and not m.tie_embeddings
-        late |= target.generation in ("v4", "v5e") and layout.remat == "dots" and layout.microbatches == 1
-        if late and not _shards_vocab(layout) and not frozen:
+        if whole and _waits(config, layout, target):
             words, tables = max(words, _ALIVE_LATE[0]), max(tables, _ALIVE_LATE[1])
     if frozen:
         matrices = _FROZEN if config.finetune.base == "none" else 0.0
@@ -182,6 +196,9 @@ def working_set(
     loss = scores + table + 2 * w.values(w.stream)
     if _sums_head(config, layout, target) and not chunks:
         loss += logits + table * w.accumulate // w.compute
+    elif whole and not ahead and layout.parameters == "sharded" and _sums_beside(layout):
+        # In place of the gathered table.
+        loss += table * w.accumulate // w.compute - table
 
     own = {kind: count * w.values(w.own[kind]) for kind, count in _OWN.items()}
     if "ssm" in m.block_kinds:
@@ -193,7 +210,7 @@ def working_set(
     def peak(block: BlockType) -> int:
         """The working set of a block of this type."""
         if block.experts:
-            return _experts_peak(w, 2 if _shards_vocab(layout) else 1)
+            return _experts_peak(w, layout, target)
         plain = _PLAIN if m.mlp == "plain" else 1.0
         return int(
             stream * w.values(w.stream)
@@ -206,13 +223,25 @@ def working_set(
         max(map(peak, turn)) + recomputed_of_turn(turn, config, layout.remat, w)
         for turn in dict.fromkeys(turns)
     )
+    parts = layout.axis_sizes.get("data", 1) * layout.axis_sizes.get("fsdp", 1)
+    if max(map(len, turns)) > 1 and parts > 1 and target.platform != "cuda" and not _sums_beside(layout):
+        # Of all blocks of a turn, for the reduction at its end.
+        count = parts if "sharded" in (layout.parameters, layout.optimizer) else 1
+        block = max(block, count * stacked // len(turns))
     block += int(words * logits + tables * table)
-    if not chunks and not frozen and _gathers_ahead(layout, target):
-        ahead = int(_TABLES_AHEAD[m.tie_embeddings] * table)
+    if ahead:
+        coming = int(_TABLES_AHEAD[m.tie_embeddings] * table)
         if not any(block.experts for turn in turns for block in turn):
-            parts = layout.axis_sizes.get("data", 1) * layout.axis_sizes.get("fsdp", 1)
-            ahead += parameters * w.compute // stored * parts // len(turns)
-        block, loss = block + ahead, loss + ahead
+            coming += parameters * w.compute // stored * parts // len(turns)
+        block, loss = block + coming, loss + coming
+    if layout.remat == "none":
+        # The forward pass keeps them, gathered, in the compute dtype.
+        parameters -= sum(b.bytes for b in stacks if _is_of_experts(b) and not is_base(b.path))
+    if layout.microbatches > 1 and not frozen:
+        # Tables are cast before the loop over microbatches, too.
+        parameters += sum(
+            b.bytes for b in arguments if b.kind == "parameters" and b.path[0] in ("embedding", "head")
+        )
     copies = parameters * w.compute // stored if w.compute != stored else 0
     update = 0
     if layout.rules != layout.optimizer_rules and config.optimizer.name != "adafactor":
@@ -240,9 +269,11 @@ def working_set(
 
 def _stacked(gradient: Block) -> int:
     """Bytes of the gradients of a stack of blocks; those of experts are written by a kernel, row by row."""
-    if len(gradient.shape) == 4 and gradient.path[-1] in ("gate", "up", "down"):
-        return padded_rows(gradient.shape, gradient.item_size)
-    return gradient.bytes
+    return padded_rows(gradient.shape, gradient.item_size) if _is_of_experts(gradient) else gradient.bytes
+
+
+def _is_of_experts(block: Block) -> bool:
+    return len(block.shape) == 4 and block.path[-1] in ("gate", "up", "down")
 
 
 def _lookup_copies(arguments: tuple[Block, ...]) -> int:
@@ -258,33 +289,47 @@ def _lookup_copies(arguments: tuple[Block, ...]) -> int:
     )
 
 
-def _experts_peak(w: Widths, model: int) -> int:
+def _experts_peak(w: Widths, layout: Layout, target: Target) -> int:
     """The working set of a mixture's backward pass.
 
-    Beside the values of attention, at the fullest of four moments: the products by the second matrix (the derivative of
-    its rows, two recomputed inner values and a new one), by the first ones (both results and the rows that went in,
+    Beside the values of attention, at the fullest of these moments: the products by the second matrix (the derivative
+    of its rows, two recomputed inner values and a new one), by the first ones (both results and the rows that went in,
     and the derivatives of both inner values), the sum over each token's experts, which with a ``model`` axis is
-    float32, and the reduction of the matrices' gradients.
+    float32, and the reduction of the matrices' gradients. Without an ``expert`` axis the derivative of the rows comes
+    early: beside it there are the rows that went in, those that came out, and these in the order of tokens.
+
+    Without rematerialisation the matrices are slices of those that the forward pass has kept.
 
     Args:
-      w: of the device. model: devices that share each expert's matrices.
+      w: of the device.
     """
     mixture = w.mixture
     assert mixture is not None
     stream, inner = (mixture.rows * width * w.compute for width in (w.stream, mixture.inner))
     matrix = mixture.held * w.stream * mixture.inner * w.compute
+    among_experts = mixture.held < mixture.count
     # Of all devices along the expert axis.
     tokens = mixture.rows // mixture.top * w.stream
-    gathered = 2 * tokens * w.compute if mixture.held < mixture.count else 0
+    gathered = 2 * tokens * w.compute if among_experts else 0
     attention = w.values(4 * w.stream + 2 * (w.queries + w.keys))
+    # The rows of each token, in float32.
+    each = mixture.rows * w.stream * w.accumulate
+    ordered = 4 * stream + 3 * inner + 2 * matrix
+    if layout.remat == "none" and not among_experts:
+        return attention + tokens * w.accumulate + max(ordered, stream + 3 * matrix)
+    on_chip = _ON_CHIP.get(target.generation, 0)
     moments = [
         2 * stream + 3 * inner + 3 * matrix + gathered,
         3 * stream + 2 * inner + 3 * matrix + gathered,
-        stream + 5 * matrix,
+        stream + (4 if matrix <= on_chip else 5) * matrix,
     ]
-    if model > 1:
-        each = mixture.rows * w.stream * w.accumulate
+    if _shards_vocab(layout):  # and with it each expert's matrices
         moments.append(each + stream + 3 * inner + 3 * matrix + gathered // 2)
+    if not among_experts:
+        moments.append(ordered)
+    elif mixture.top < _TILE_ROWS and stream >= on_chip and _sums_beside(layout):
+        # The sum over each token's experts waits: its rows are gathered in float32, and copied to tiles of their own.
+        moments.append(each + ordered)
     return attention + tokens * w.accumulate + max(moments)
 
 
@@ -321,16 +366,34 @@ def _sums_head(config: ModularModelConfig, layout: Layout, target: Target) -> bo
     return own and summed and target.platform != "cuda"
 
 
-def _gathers_ahead(layout: Layout, target: Target) -> bool:
-    """Whether weights of the next turn and the head's are gathered, and their gradients summed, beside the work of
-    this turn: a v5p and a v6e have the memory."""
-    fused = any(
+def _sums_beside(layout: Layout) -> bool:
+    """Whether gathers of weights or sums of gradients run inside of fusions."""
+    return any(
         name.startswith(FUSED) and str(value).lower() == "true"
         for name, value in layout.compiler_options.items()
     )
+
+
+def _gathers_ahead(layout: Layout, target: Target) -> bool:
+    """Whether weights of the next turn and the head's are gathered, and their gradients summed, beside the work of
+    this turn: a v5p and a v6e have the memory."""
     several = layout.remat == "dots" and layout.microbatches > 1
     sharded = layout.parameters == "sharded" and not _shards_vocab(layout)
-    return fused and sharded and not several and target.generation in ("v5p", "v6e")
+    return _sums_beside(layout) and sharded and not several and target.generation in ("v5p", "v6e")
+
+
+def _waits(config: ModularModelConfig, layout: Layout, target: Target) -> bool:
+    """Whether the gradient of the head's table waits in the loop, with the derivative of the logits, both in float32.
+
+    Of replicated parameters it does wherever sums run beside computation: it is reduced after the loop's gradients.
+    """
+    tied = config.model.tie_embeddings
+    if layout.parameters == "replicated" and layout.remat != "none" and _sums_beside(layout):
+        return True
+    if layout.remat == "full":
+        return _late(layout, target) and not tied
+    early = layout.remat == "none" and tied
+    return target.generation in ("v4", "v5e") and layout.microbatches == 1 and not early
 
 
 def _late(layout: Layout, target: Target) -> bool:
