@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from capibara.plan import PlanError
 from capibara.plan.program import Collective, Kernel, Piece, ProgramFacts, read_program
 from capibara.plan.slices import parse_slice
 from capibara.plan.time import Constants, Part, StepTime, predict_step
+from capibara.plan.time.prediction import start_seconds
 
 HLO = Path(__file__).parent / "hlo"
 CUBE = parse_slice("v4:4x4x4")
@@ -60,8 +62,14 @@ def test_without_cycles_the_roofline_counts() -> None:
 def test_cycles_can_be_left_out() -> None:
     peak = CUBE.chip.peak("bfloat16")
     work = (("piece", 0),), [piece(10**9, 10**12, 1000)]
-    assert seconds(*work, cycles=False) == pytest.approx(10**12 / peak)
+    start = start_seconds(CUBE)
+    assert start == pytest.approx(4000 / CUBE.clock_hz)
+    assert seconds(*work, cycles=False) == pytest.approx(10**12 / peak + start)
     assert seconds(*work) == pytest.approx(10**9 / CUBE.clock_hz)
+    copy = replace(work[1][0], opcode="copy-start")
+    assert seconds((("piece", 0),), [copy], cycles=False) == pytest.approx(10**12 / peak)
+    core = parse_slice("v4:2x2x1", view="core")
+    assert start_seconds(core) == start / 2
 
 
 @given(st.floats(0.1, 10), st.floats(0, 10), st.floats(0, 10), st.floats(0, 100))

@@ -24,8 +24,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from capibara.config import ModularModelConfig
+from capibara.plan.slices import Slice
 from capibara.plan.stages import stage_of, ticks
 from capibara.plan.targets import Target
+from capibara.plan.time.prediction import start_seconds
 from capibara.sharding import Layout
 
 if TYPE_CHECKING:
@@ -37,8 +39,9 @@ __all__ = ["Estimate", "estimate_time", "model_specs", "step_flops"]
 _REACHED = 0.75
 # Of the time of gathers of parameters, what stays visible behind the arithmetic of neighbouring layers.
 _EXPOSED = 0.4
-# Of a layer in a microbatch, forward and backward, what does not depend on its sizes.
+# Of a layer in a microbatch, forward and backward, what does not depend on its sizes: on TPUs that of its operations.
 _LAYER_SECONDS = 1e-4
+_LAYER_OPERATIONS = 60
 # Reads and writes of a moment update per parameter: parameter and two moments in and out, and the gradient.
 _OPTIMIZER_BYTES = 4 * 7
 # Passes over a block's activations (in bfloat16, residual stream and feed-forward) that its elementwise work, norms and
@@ -169,7 +172,8 @@ def estimate_time(config: ModularModelConfig, layout: Layout, target: Target) ->
     # Every microbatch walks through its accumulated gradients, and through a chain of small operations a layer.
     if layout.microbatches > 1:
         memory += layout.microbatches * held * 4 * 3 / bandwidth
-    memory += layout.microbatches * m.num_layers * _LAYER_SECONDS
+    chain = _LAYER_OPERATIONS * start_seconds(target) if isinstance(target, Slice) else _LAYER_SECONDS
+    memory += layout.microbatches * m.num_layers * chain
     count = layout.microbatches
 
     # Hops are nothing beside such sizes. The data and expert axes together are one ring.
