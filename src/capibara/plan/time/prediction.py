@@ -142,8 +142,8 @@ def predict_step(
         microsecond).
       host_bandwidth: bytes a second between a device and its host; vendors publish none; if None, copies to and from
         the host are omitted and listed in ``unknown``.
-      cycles: whether the compiler's are taken, where it gives any; otherwise every piece takes its roofline time, and on
-        a TPU what it takes to start it (:func:`start_seconds`).
+      cycles: whether the compiler's are taken, where it gives any; otherwise every piece takes its roofline time, and
+        on a TPU what it takes to start it (:func:`start_seconds`).
 
     Raises:
       PlanError: the program is for another number of devices, or ``mesh`` does not match the slice.
