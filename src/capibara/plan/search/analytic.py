@@ -57,11 +57,15 @@ _RING_PASSES, _RING_PASSES_AGAIN = 12, 4
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of one step: FLOPs, memory traffic and communication, without overlap."""
+    """Seconds of one step: FLOPs, memory traffic and communication, without overlap.
+
+    ``update``: of the memory traffic that of the optimizer, which is once a step.
+    """
 
     compute: float
     memory: float
     communication: float
+    update: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -157,7 +161,7 @@ def estimate_time(config: ModularModelConfig, layout: Layout, target: Target) ->
     sharded = "sharded" in (layout.parameters, layout.optimizer)
     held = dense / batch + mixture / data if sharded else whole
     held *= trained / whole
-    memory = held * _OPTIMIZER_BYTES / bandwidth
+    memory = update = held * _OPTIMIZER_BYTES / bandwidth
     mixed = m.num_layers - m.dense_blocks
     widths = m.num_layers * m.embed_dim + m.dense_blocks * m.widest_dim / model
     memory += _PASSES * repeated * tokens * widths * 2 / bandwidth
@@ -216,7 +220,7 @@ def estimate_time(config: ModularModelConfig, layout: Layout, target: Target) ->
     if layout.offload == "optimizer":
         # Moments travel to the hosts and back over PCIe, about 10 GB/s a chip each way.
         memory += held * 8 * 2 / 10e9
-    return Estimate(compute, memory, communication)
+    return Estimate(compute, memory, communication, update)
 
 
 @dataclass(frozen=True)
@@ -263,7 +267,7 @@ def _of_stages(config: ModularModelConfig, layout: Layout, target: Target) -> Es
     head = 2 * m.embed_dim * m.vocab_size * tokens / model  # forward
     scored = (2 if frozen else 3) * head
     compute = found.compute - others * scored / peak
-    memory = found.memory - others * _LOSS_PASSES * tokens * m.vocab_size / model * 4 / bandwidth
+    memory = found.memory - found.update - others * _LOSS_PASSES * tokens * m.vocab_size / model * 4 / bandwidth
     # Besides what its rematerialisation repeats, a stage's forward pass is repeated as a whole.
     compute += (step_flops(one, training=False) / inner.num_devices - head) / peak
     memory += _PASSES / 3 * tokens * (one.model.num_layers * m.embed_dim) * 2 / bandwidth
@@ -275,11 +279,16 @@ def _of_stages(config: ModularModelConfig, layout: Layout, target: Target) -> Es
     link = links.bandwidth if links.switched else links.bandwidth / 2  # one of a ring's two
     communication = found.communication + wait * 2 * stream * 2 / link
     communication += links.gather(stream * 6, ("pipeline",))
+
+    def whole(communication: float) -> Estimate:
+        busy = max(memory, 0.0) * wait + found.update
+        return Estimate(max(compute, 0.0) * wait, busy, communication, found.update)
+
     if frozen:
-        return Estimate(max(compute, 0.0) * wait, max(memory, 0.0) * wait, communication)
+        return whole(communication)
     # Embedding and head are on every stage.
     outer = count_parameters(config).every - layout.stages * (
         count_parameters(config).every - count_parameters(one).every
     ) / (layout.stages - 1)
     communication += links.reduce(outer / model * 4, ("pipeline",))
-    return Estimate(max(compute, 0.0) * wait, max(memory, 0.0) * wait, communication)
+    return whole(communication)

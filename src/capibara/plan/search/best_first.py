@@ -228,7 +228,11 @@ def _kind(one: Compiled) -> tuple[object, str]:
 
 
 def _first(waiting: Mapping[Layout, Rough], most: int) -> list[Layout]:
-    """What is compiled before the rough order is believed: one layout of each mesh and of each rematerialisation."""
+    """What is compiled before the rough order is believed: one layout of each mesh and of each rematerialisation.
+
+    With and without stages, and with and without a divided sequence, rough figures have little in common: so first one of
+    each of these.
+    """
     ordered = sorted(waiting, key=lambda k: waiting[k].seconds)
     near = [k for k in ordered if waiting[k].seconds <= _FAR * waiting[ordered[0]].seconds]
     best = near[:1]
@@ -239,7 +243,10 @@ def _first(waiting: Mapping[Layout, Rough], most: int) -> list[Layout]:
     meshes: dict[object, Layout] = {}
     for layout in near:
         meshes.setdefault(layout.mesh, layout)
-    several = list(meshes.values())[: max(1, most // 2)]
+    kinds: dict[object, Layout] = {}
+    for layout in near:
+        kinds.setdefault((layout.stages > 1, layout.axis_sizes.get("context", 1) > 1), layout)
+    several = list(dict.fromkeys([*kinds.values(), *meshes.values()]))[: max(1, most // 2)]
     return list(dict.fromkeys([*best, *remats.values(), *several]))[:most]
 
 
