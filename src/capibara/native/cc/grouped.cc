@@ -116,10 +116,10 @@ ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t start = starts[g], size = starts[g + 1] - start;
     products.push_back({size, columns, inner, a + start * inner, inner, false, b + g * inner * columns, step,
-                        transposed != 0, c + start * columns, columns, nullptr});
+                        transposed != 0, c + start * columns, columns});
   }
   const int64_t end = starts.back();
-  products.push_back({rows - end, columns, 0, nullptr, 0, false, nullptr, 0, false, c + end * columns, columns, nullptr});
+  products.push_back({rows - end, columns, 0, nullptr, 0, false, nullptr, 0, false, c + end * columns, columns});
   return multiply(pool, products);
 }
 
@@ -143,7 +143,7 @@ ffi::Error outer(ffi::ThreadPool pool, ffi::AnyBuffer left, ffi::AnyBuffer right
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t start = starts[g], size = starts[g + 1] - start;
     products.push_back({inner, columns, size, a + start * inner, inner, true, b + start * columns, columns, false,
-                        c + g * inner * columns, columns, nullptr});
+                        c + g * inner * columns, columns});
   }
   return multiply(pool, products);
 }
