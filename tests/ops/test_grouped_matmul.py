@@ -165,8 +165,10 @@ def test_sizes_of_any_integers(
 ) -> None:
     random = np.random.default_rng(6)
     lhs, rhs = random.normal(size=(300, 4)), random.normal(size=(3, 4, 5))
-    given = [jnp.asarray(x, jnp.float32) for x in (lhs, rhs)]
-    found = grouped_matmul(*given, jnp.asarray(np.array(sizes, kind)), implementation=implementation)
+    counts = jnp.asarray(np.array(sizes, kind))
+    found = grouped_matmul(
+        jnp.asarray(lhs, jnp.float32), jnp.asarray(rhs, jnp.float32), counts, implementation=implementation
+    )
     np.testing.assert_allclose(found, oracle(lhs, rhs, np.array(wanted)), rtol=1e-5, atol=1e-5)
 
 
