@@ -172,6 +172,9 @@ def _grouped(rounds: int) -> list[dict[str, Any]]:
         def slopes(f: Any, ahead: Any = ahead) -> Any:
             return jax.jit(lambda a, b, s: jax.vjp(lambda a, b: f(a, b, s), a, b)[1](ahead))
 
+        def of_rows(f: Any, ahead: Any = ahead) -> Any:
+            return jax.jit(lambda a, b, s: jax.vjp(lambda a: f(a, b, s), a)[1](ahead))
+
         def of_matrices(f: Any, ahead: Any = ahead) -> Any:
             return jax.jit(lambda a, b, s: jax.vjp(lambda b: f(a, b, s), b)[1](ahead))
 
@@ -182,6 +185,7 @@ def _grouped(rounds: int) -> list[dict[str, Any]]:
         for what, mine, others in (
             ("grouped_matmul", ours, peers),
             ("grouped_matmul, gradients", slopes(ours), {"dense product": dense(slopes)}),
+            ("grouped_matmul, gradient of the rows", of_rows(ours), {"dense product": dense(of_rows)}),
             (
                 "grouped_matmul, gradient of the matrices",
                 of_matrices(ours),

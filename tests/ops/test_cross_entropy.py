@@ -306,6 +306,9 @@ def test_chunks_for_tpus_have_the_same_losses_and_gradients(softcap: float | Non
     weights = jnp.asarray(random.random((3, 3000)), jnp.float32)
     problem, _ = prepare(hidden, head, labels, layout="vf", softcap=softcap, implementation="xla")
     assert xla.chunks(problem) != xla.chunks(problem, tpu=True)
+    # Without gradients, where a chunk's logits are not kept, chunks are longer; TPUs keep theirs.
+    assert xla.chunks(problem, graded=False) == (9, 1000) != xla.chunks(problem)
+    assert xla.chunks(problem, tpu=True, graded=False) == xla.chunks(problem, tpu=True)
     assert xla.vocab_block(problem, 282) < xla.vocab_block(problem, 282, tpu=True) == 5000
 
     @jax.jit

@@ -151,6 +151,48 @@ def test_what_the_compiled_kernels_take() -> None:
         assert found(jnp.float32).chosen == "cpu"
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("kind", "sizes", "wanted"),
+    [
+        ("int8", (100, -3, 120), (100, 0, 120)),  # a limit of 300 rows would not fit into 8 bits
+        ("uint8", (200, 0, 250), (200, 0, 100)),
+        ("uint32", (40, 3_000_000_000, 7), (40, 260, 0)),  # negative as int32
+    ],
+)
+def test_sizes_of_any_integers(
+    implementation: str, kind: str, sizes: tuple[int, ...], wanted: tuple[int, ...]
+) -> None:
+    random = np.random.default_rng(6)
+    lhs, rhs = random.normal(size=(300, 4)), random.normal(size=(3, 4, 5))
+    counts = jnp.asarray(np.array(sizes, kind))
+    found = grouped_matmul(
+        jnp.asarray(lhs, jnp.float32), jnp.asarray(rhs, jnp.float32), counts, implementation=implementation
+    )
+    np.testing.assert_allclose(found, oracle(lhs, rhs, np.array(wanted)), rtol=1e-5, atol=1e-5)
+
+
+@NATIVE
+def test_many_small_groups() -> None:
+    """In runs of several blocks a thread, with empty groups among them, in the forward product and both gradients."""
+    random = np.random.default_rng(7)
+    sizes = np.where(random.random(300) < 0.2, 0, random.integers(1, 40, 300)).astype(np.int32)
+    rows, inner, columns = int(sizes.sum()) + 5, 24, 40
+    lhs, rhs = random.normal(size=(rows, inner)), random.normal(size=(300, inner, columns))
+    ahead = random.normal(size=(rows, columns))
+
+    def run(lhs: Any, rhs: Any, ahead: Any) -> Any:
+        def product(lhs: Any, rhs: Any) -> Any:
+            return grouped_matmul(lhs, rhs, jnp.asarray(sizes), implementation="native")
+
+        out, pull = jax.vjp(product, lhs, rhs)
+        return out, *pull(ahead)
+
+    found = jax.jit(run)(*(x.astype(np.float32) for x in (lhs, rhs, ahead)))
+    for got, want in zip(found, (oracle(lhs, rhs, sizes), *slopes(lhs, rhs, sizes, ahead)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-6 * np.abs(want).max())
+
+
 @NATIVE
 @pytest.mark.parametrize(
     ("rows", "inner", "columns", "sizes"),

@@ -282,6 +282,9 @@ COMPARED = tuple(
         ("Qwen3-30B-A3B, in", "forward"),
         ("Qwen3-30B-A3B, in", "transposed"),
         ("Qwen3-30B-A3B, in", "outer"),
+        ("gpt-oss-20b", "forward"),
+        ("gpt-oss-20b", "transposed"),
+        ("gpt-oss-20b", "outer"),
     )
 )
 

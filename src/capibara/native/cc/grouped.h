@@ -16,6 +16,7 @@ struct GroupedBlock {
   bool b_by_column;
   float* c;  // [rows, columns]
   int64_t c_step;
+  const GroupedBlock* next = nullptr;  // what the same thread computes after it, or null
 };
 
 struct GroupedKernels {

@@ -71,6 +71,46 @@ static void pack_b(const GroupedBlock& p, int64_t k0, int64_t depth, float* to) 
   }
 }
 
+// Fetches what a small block needs while the block before it is computed, a share of it with each register tile. Its
+// memory is mostly in pages that this processor has not seen lately, and such reads would wait one after the other.
+class Ahead {
+ public:
+  Ahead(const GroupedBlock* next, int64_t tiles) {
+    if (next == nullptr || next->depth == 0) return;
+    const GroupedBlock& p = *next;
+    const int64_t a_rows = p.a_by_depth ? p.depth : p.rows, a_columns = p.a_by_depth ? p.rows : p.depth;
+    const int64_t b_rows = p.b_by_column ? p.columns : p.depth, b_columns = p.b_by_column ? p.depth : p.columns;
+    if (a_rows * a_columns + b_rows * b_columns + p.rows * p.columns > kFetched) return;
+    parts_[0] = {p.a, a_rows, a_columns, p.a_step};
+    parts_[1] = {p.b, b_rows, b_columns, p.b_step};
+    parts_[2] = {p.c, p.rows, p.columns, p.c_step};
+    share_ = (a_rows + b_rows + p.rows + tiles - 1) / tiles;
+  }
+
+  void fetch() {
+    for (int64_t i = 0; i < share_; ++i) {
+      while (part_ < 3 && row_ == parts_[part_].rows) ++part_, row_ = 0;
+      if (part_ == 3) {
+        share_ = 0;
+        return;
+      }
+      const Part& from = parts_[part_];
+      const float* const row = from.first + row_++ * from.step;
+      for (int64_t j = 0; j < from.columns; j += kLine) __builtin_prefetch(row + j, 0, 2);
+    }
+  }
+
+ private:
+  static constexpr int64_t kLine = 16;           // floats
+  static constexpr int64_t kFetched = 64 << 10;  // floats of all three: they stay in the second cache until then
+  struct Part {
+    const float* first;
+    int64_t rows, columns, step;
+  };
+  Part parts_[3] = {};
+  int64_t share_ = 0, part_ = 0, row_ = 0;
+};
+
 static void grouped_multiply(const GroupedBlock& p, float* scratch) {
   if (p.depth == 0) {
     for (int64_t i = 0; i < p.rows; ++i) __builtin_memset(p.c + i * p.c_step, 0, p.columns * sizeof(float));
@@ -87,6 +127,7 @@ static void grouped_multiply(const GroupedBlock& p, float* scratch) {
   const int64_t tile_step = p.a_by_depth ? kDeep * kRows : kRows * kDeepStep;
   // Even shares of the depth: a short last one would be mostly copies.
   const int64_t shares = (p.depth + kDeep - 1) / kDeep, share = (p.depth + shares - 1) / shares;
+  Ahead ahead(p.next, shares * ((p.columns + kPanel - 1) / kPanel) * ((p.rows + kRows - 1) / kRows));
   for (int64_t k0 = 0; k0 < p.depth; k0 += share) {
     const int64_t depth = least(share, p.depth - k0);
     if (!a_lies) pack_a(p, k0, depth, a);
@@ -95,6 +136,7 @@ static void grouped_multiply(const GroupedBlock& p, float* scratch) {
       const float* const panel = b_lies ? p.b + k0 * p.b_step + j : b + j * kDeep;
       const int64_t columns = least(kPanel, p.columns - j);
       for (int64_t i = 0; i < p.rows; i += kRows) {
+        ahead.fetch();
         const int rows = int(least(kRows, p.rows - i));
         const float* const tile = a_lies ? p.a + i * p.a_step + k0 : a + i / kRows * tile_step;
         float* const c = p.c + i * p.c_step + j;

@@ -22,7 +22,16 @@ from capibara.ops.one_device import alike
 if TYPE_CHECKING:
     from capibara.ops.linalg.grouped import GroupedProblem
 
-__all__ = ["bounds", "forward", "one_by_one", "outer", "outer_product", "product", "without_rest"]
+__all__ = [
+    "bounds",
+    "forward",
+    "in_32_bits",
+    "one_by_one",
+    "outer",
+    "outer_product",
+    "product",
+    "without_rest",
+]
 
 # Rows of a block. Large ones multiply fastest; small ones leave little of the last block unused.
 _ROWS = (256, 64, 16)
@@ -50,9 +59,16 @@ def outer_product(problem: GroupedProblem, left: jax.Array, right: jax.Array) ->
     return _dot(problem, left, right, (0, 0))
 
 
+def in_32_bits(problem: GroupedProblem, sizes: jax.Array) -> jax.Array:
+    """Sizes as int32; one that does not fit is all rows."""
+    if sizes.dtype.itemsize < 4 or sizes.dtype == jnp.int32:
+        return sizes.astype(jnp.int32)
+    return jnp.clip(sizes, 0, problem.rows).astype(jnp.int32)
+
+
 def bounds(problem: GroupedProblem, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The first row of each group, and the row after its last one."""
-    ends = jnp.minimum(jnp.cumsum(jnp.maximum(sizes, 0).astype(jnp.int32)), problem.rows)
+    ends = jnp.minimum(jnp.cumsum(jnp.maximum(in_32_bits(problem, sizes), 0)), problem.rows)
     return jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]), ends
 
 

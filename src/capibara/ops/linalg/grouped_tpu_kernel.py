@@ -147,13 +147,13 @@ def _outer_kernel(plan: Plan, *refs: Any) -> None:
     low, high = lows[visit], highs[visit]
     whole = (low == 0) & (high == plan.rows)
 
-    @pl.when(first[visit] != 0)
-    def _clear() -> None:
-        total[...] = jnp.zeros(total.shape, jnp.float32)
+    def add(found: jax.Array, fresh: Any) -> None:
+        # A group's first product is stored as it is: clearing the sum before would be a store more.
+        total[...] = found + jnp.where(fresh, 0.0, total[...])
 
     @pl.when(whole)
     def _all() -> None:
-        total[...] += _dot(plan, left[...], right[...], (0, 0))
+        add(_dot(plan, left[...], right[...], (0, 0)), first[visit] != 0)
 
     def part(start: Any, begin: Any, size: int) -> None:
         def rows(x: Any) -> jax.Array:
@@ -161,7 +161,7 @@ def _outer_kernel(plan: Plan, *refs: Any) -> None:
             own = _own(begin, high, start, (size, x.shape[1]))
             return jnp.where(own, x[pl.ds(start, size), :].astype(jnp.float32), 0.0).astype(x.dtype)
 
-        total[...] += _dot(plan, rows(left), rows(right), (0, 0))
+        add(_dot(plan, rows(left), rows(right), (0, 0)), (first[visit] != 0) & (begin == low))
 
     @pl.when(jnp.logical_not(whole) & (low < high))
     def _parts() -> None:
@@ -169,7 +169,8 @@ def _outer_kernel(plan: Plan, *refs: Any) -> None:
 
     @pl.when(last[visit] != 0)
     def _finish() -> None:
-        out[...] = total[...].astype(out.dtype)
+        # Of a group without rows nothing was stored.
+        out[...] = jnp.where(low < high, total[...], 0.0).astype(out.dtype)
 
 
 def outer(

@@ -108,6 +108,9 @@ GROUPED: tuple[GroupedSpec, ...] = (
     GroupedSpec("whole vectors", 53, 40, 64, (25, 0, 28)),
     GroupedSpec("whole vectors, deep", 29, 200, 32, (13, 16)),
     GroupedSpec("large", 4096, 1024, 2048, (512,) * 8, ("large",)),
+    GroupedSpec("16 small matrices", 4096, 64, 64, (256,) * 16, ("large",)),
+    GroupedSpec("128 small matrices", 8192, 64, 64, (64,) * 128, ("large",)),
+    GroupedSpec("256 small matrices", 16384, 64, 64, (64,) * 256, ("large",)),
 )
 
 MATRICES: tuple[MatrixSpec, ...] = (

@@ -111,8 +111,9 @@ def cross_entropy(
         each token, 0 where it is ignored. ``"none"`` takes a fourth matrix product for the gradient.
       axis_name: mesh axes of the ``jax.shard_map`` around the call over which the vocabulary is sharded: ``head`` is
         then this device's part of it, and labels are those of the whole. None: it is not sharded.
-      chunk_size: tokens of a chunk; None: a 32nd of all, at least 128 (256 for a vocabulary of at most 32,768), with at
-        most 512 MiB of logits; on TPUs a 16th of 8192 tokens or more where that has at most 128 MiB.
+      chunk_size: tokens of a chunk; None: a 32nd of all, at least 128 (256 for a vocabulary of at most 32,768; 1,024
+        without gradients, except on TPUs), with at most 512 MiB of logits; on TPUs a 16th of 8192 tokens or more where
+        that has at most 128 MiB.
       implementation: ``"auto"``, ``"xla"`` (in chunks) or ``"reference"`` (the whole logits at once, which
         ``"auto"`` takes where they are small).
 

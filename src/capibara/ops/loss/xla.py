@@ -48,12 +48,21 @@ _FEWEST_LOGITS = 1 << 23
 # Elements of a block: 2 MiB as float32, unless it had fewer entries of the vocabulary than are worth a product.
 _BLOCK = 1 << 19
 _NARROWEST = 2048
+# Without gradients only a block of a chunk's logits is in memory. So a chunk may have many tokens, whose products are
+# faster, and a block fewer entries.
+_TOKENS_FORWARD = 1024
+_NARROWEST_FORWARD = 1024
 
 _Step = tuple[Any, ...]
 
 
-def chunks(problem: LossProblem, *, tpu: bool = False) -> tuple[int, int]:
-    """How many chunks, and the tokens of each; the last may be filled up."""
+def chunks(problem: LossProblem, *, tpu: bool = False, graded: bool = True) -> tuple[int, int]:
+    """How many chunks, and the tokens of each; the last may be filled up.
+
+    Args:
+      tpu: for TPUs.
+      graded: with gradients.
+    """
     tokens = max(problem.tokens, 1)
     size = problem.chunk_size
     if size is None:
@@ -61,15 +70,17 @@ def chunks(problem: LossProblem, *, tpu: bool = False) -> tuple[int, int]:
         size = max(min(-(-tokens // _PARTS), _LARGEST // problem.vocab), fewest)
         if tpu and tokens >= _MANY_TPU:
             size = max(size, min(-(-tokens // _PARTS_TPU), _LARGEST_TPU // problem.vocab))
+        if not tpu and not graded:
+            size = max(size, min(tokens, _TOKENS_FORWARD))
     count = -(-tokens // size)
     return count, -(-tokens // count)
 
 
-def vocab_block(problem: LossProblem, rows: int, *, tpu: bool = False) -> int:
+def vocab_block(problem: LossProblem, rows: int, *, tpu: bool = False, graded: bool = True) -> int:
     """Entries of the vocabulary that are computed at a time, for a chunk of ``rows`` tokens."""
     if tpu:
         return problem.vocab
-    block = max(_BLOCK // max(rows, 1) // 128 * 128, _NARROWEST)
+    block = max(_BLOCK // max(rows, 1) // 128 * 128, _NARROWEST if graded else _NARROWEST_FORWARD)
     return problem.vocab if problem.vocab < 2 * block else block
 
 
@@ -86,6 +97,22 @@ def _over_vocab(problem: LossProblem, block: int, body: Callable[..., Any], carr
 
 def _dot(problem: LossProblem, a: Any, b: Any, over_a: Any, over_b: Any) -> jax.Array:
     return lax.dot_general(a, b, ((over_a, over_b), ((), ())), preferred_element_type=jnp.dtype(problem.wide))
+
+
+def _over_tokens(problem: LossProblem, a: Any, b: Any) -> jax.Array:
+    """``a.T @ b``, summed over the leading axes of both."""
+    lead = tuple(range(a.ndim - 1))
+    if len(lead) > 1 or a.size > 4 * _BLOCK:
+        return _dot(problem, a, b, lead, lead)
+
+    # On CPUs XLA's product with a transposed first operand takes up to twice as long as a copy and a plain product.
+    def copied(a: Any, b: Any) -> jax.Array:
+        return _dot(problem, lax.optimization_barrier(a.T), b, (1,), (0,))
+
+    def plain(a: Any, b: Any) -> jax.Array:
+        return _dot(problem, a, b, (0,), (0,))
+
+    return lax.platform_dependent(a, b, cpu=copied, default=plain)
 
 
 def _vocab_axis(problem: LossProblem) -> int:
@@ -171,7 +198,7 @@ def _graded_step(
     loss = _losses(problem, log_sum, chosen, every, ignored, wrong)
     factor = jnp.where(ignored, 0, weights.astype(problem.wide))
     slope = factor * (1 + 2 * problem.z_loss * log_sum) if problem.z_loss else factor
-    axis, lead = _vocab_axis(problem), tuple(range(labels.ndim))
+    axis = _vocab_axis(problem)
 
     def body(start: Any, size: int, carry: Any) -> Any:
         by_hidden, sums = carry
@@ -188,7 +215,7 @@ def _graded_step(
         away = away.astype(problem.dtype)
         by_hidden = by_hidden + _dot(problem, away, part, (away.ndim - 1,), (axis,))
         pair = (hidden, away) if problem.layout == "fv" else (away, hidden)
-        product = _dot(problem, *pair, lead, lead)
+        product = _over_tokens(problem, *pair)
         if whole:
             return by_hidden, sums + product
         product = product + lax.dynamic_slice_in_dim(sums, start, size, axis)
@@ -221,9 +248,10 @@ def _whole_losses(problem: LossProblem, hidden: Any, head: Any, labels: Any) -> 
 def _chunked_losses(
     problem: LossProblem, hidden: Any, head: Any, labels: Any, *, tpu: bool = False
 ) -> jax.Array:
-    count, size = chunks(problem, tpu=tpu)
-    # The whole vocabulary at once saves passes over the gradient of the head, which there is none of here.
-    block = vocab_block(problem, size)
+    count, size = chunks(problem, tpu=tpu, graded=False)
+    # The whole vocabulary at once saves passes over the gradient of the head, which there is none of here. TPUs keep
+    # the chunks that they have with gradients.
+    block = vocab_block(problem, size, graded=tpu)
     if count == 1:
         return _joined(
             problem,
@@ -269,12 +297,15 @@ def _chunked_graded(
     return *(_joined(problem, x) for x in found), sums
 
 
-def _by_platform(problem: LossProblem, form: Callable[..., Any]) -> Callable[..., Any]:
+def _by_platform(problem: LossProblem, form: Callable[..., Any], graded: bool) -> Callable[..., Any]:
     """A form in chunks, on TPUs in theirs."""
-    ways = [
-        (chunks(problem, tpu=tpu), vocab_block(problem, chunks(problem)[1], tpu=tpu)) for tpu in (False, True)
-    ]
-    if ways[0] == ways[1]:
+
+    def sizes(tpu: bool) -> Any:
+        found = chunks(problem, tpu=tpu, graded=graded)
+        block = vocab_block(problem, found[1], tpu=tpu and graded, graded=graded or tpu)
+        return found, block
+
+    if sizes(False) == sizes(True):
         return partial(form, problem)
     forms: dict[str, Any] = {"tpu": partial(form, problem, tpu=True), "default": partial(form, problem)}
     return lambda *arrays: lax.platform_dependent(*arrays, **forms)
@@ -286,13 +317,13 @@ def _no_tangent(labels: Any) -> Any:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _losses_of(problem: LossProblem, hidden: Any, head: Any, labels: Any) -> jax.Array:
-    one, several = _by_platform(problem, _chunked_losses), partial(_whole_losses, problem)
+    one, several = _by_platform(problem, _chunked_losses, False), partial(_whole_losses, problem)
     return on_one_device(one, several, hidden, head, labels)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _graded(problem: LossProblem, hidden: Any, head: Any, labels: Any, weights: Any) -> Any:
-    one, several = _by_platform(problem, _chunked_graded), partial(_whole_graded, problem)
+    one, several = _by_platform(problem, _chunked_graded, True), partial(_whole_graded, problem)
     return on_one_device(one, several, hidden, head, labels, weights)
 
 
