@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
@@ -14,6 +15,9 @@ from capibara.serve.http.names import host_names, is_loopback, without_port
 
 __all__ = ["CheckHost", "LimitBodies", "RefuseWhenFull"]
 
+_FULL = json.dumps(
+    error_body(429, "as many requests wait already as may, or as long. Send it again later.")
+).encode()
 _Scope = MutableMapping[str, Any]
 _Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 _Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -73,9 +77,13 @@ class RefuseWhenFull:
         if wait <= 0:
             await self._app(scope, receive, send)
             return
-        content = error_body(429, "as many requests wait already as may, or as long. Send it again later.")
-        headers = {"retry-after": str(math.ceil(wait))}
-        await JSONResponse(content, 429, headers)(scope, receive, send)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(_FULL)).encode()),
+            (b"retry-after", str(math.ceil(wait)).encode()),
+        ]
+        await send({"type": "http.response.start", "status": 429, "headers": headers})
+        await send({"type": "http.response.body", "body": _FULL})
 
 
 class LimitBodies:
