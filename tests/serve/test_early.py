@@ -68,9 +68,9 @@ def test_a_long_prompt_does_not_wait_for_its_program() -> None:
     held = threading.Event()
 
     class Held(Engine):
-        def _warm(self, *given: Any) -> None:
+        def _warm(self, rest: Any, done: int, total: int, progress: Any) -> None:
             assert held.wait(60)
-            super()._warm(*given)
+            super()._warm(rest, done, total, progress)
 
     with Engine(model, warm=False, prefix_cache=False, **SIZES) as engine:
         want = [token for piece in engine.submit(asked) for token in piece.tokens]
