@@ -120,6 +120,7 @@ def test_the_names_that_are_answered(tmp_path: Path, options: list[str], allowed
     [
         (["--port", "70000"], "--port: got 70000, expected 0 to 65535"),
         (["--timeout", "0"], "--timeout: got 0, expected seconds above 0"),
+        (["--max-wait", "nan"], "--max-wait: got nan, expected seconds above 0"),
         (["--drain", "-1"], "--drain: got -1, expected a number from 0"),
         (["--allowed-hosts", "example.com,http://b"], "allowed hosts: got 'http://b', expected a name"),
         (["--api-keys", "nowhere.txt"], "--api-keys: 'nowhere.txt' cannot be read"),
@@ -148,7 +149,7 @@ def test_a_model_that_makes_vectors_is_served_as_one() -> None:
 
     from capibara.cli.serve import _application, add_arguments
     from capibara.serve.http import Keys, ServerSettings
-    from capibara.serve.load import LoadedModel
+    from capibara.serve.loaded import LoadedModel
 
     settings = {"model.vocab_size": 256, "model.max_sequence_length": 16, "train.sequence_length": 16}
     config = ModularModelConfig.from_dict({}, SMALL | settings | {"model.causal": False})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ def test_an_engine_takes_them(tmp_path: Path, pages: int | None) -> None:
     early = EarlyPrograms(config_of(), tmp_path, pages=pages, **SIZES)
     model = ModularCapibaraModel(config_of())
     with Engine(model, early=early, warm=False, **SIZES) as engine:
+        assert early.take() is None  # the engine has all of it
         found = tokens(engine)
         assert engine.statistics().compilations == 0
         assert pages in (None, engine.statistics().pages_total)
@@ -55,3 +58,35 @@ def test_what_is_wrong_the_engine_says(tmp_path: Path) -> None:
     assert early.take() is None
     with pytest.raises(ConfigError, match="max_batch=0"):
         Engine(ModularCapibaraModel(config_of()), early=early, warm=False, **wrong)
+
+
+def test_a_long_prompt_does_not_wait_for_its_program() -> None:
+    """Where only the smallest shapes are there, it is read in smaller parts; later in larger ones."""
+    prompt = tuple(range(1, 21))
+    asked = Request(prompt, max_tokens=4, sampling=Sampling(temperature=0.0))
+    model = ModularCapibaraModel(config_of())
+    held = threading.Event()
+
+    class Held(Engine):
+        def _warm(self, rest: Any, done: int, total: int, progress: Any) -> None:
+            assert held.wait(60)
+            super()._warm(rest, done, total, progress)
+
+    with Engine(model, warm=False, prefix_cache=False, **SIZES) as engine:
+        want = [token for piece in engine.submit(asked) for token in piece.tokens]
+        steps = engine.statistics().steps
+    with Held(model, warm="first", prefix_cache=False, **SIZES) as engine:
+        try:
+            found = [token for piece in engine.submit(asked) for token in piece.tokens]
+            first = engine.statistics()
+            assert found == want
+            assert first.compilations == 0
+            assert first.programs_left > 0
+            assert first.steps == 5 + 3  # 20 tokens, 4 in a step, and three more of the answer
+        finally:
+            held.set()
+        while engine.statistics().programs_left:
+            time.sleep(0.01)
+        assert [token for piece in engine.submit(asked) for token in piece.tokens] == want
+        assert engine.statistics().steps - first.steps == steps == 3 + 3  # 8 in a step
+        assert engine.statistics().compilations == 0

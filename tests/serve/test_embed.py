@@ -24,7 +24,7 @@ from capibara.core import ModularCapibaraModel
 from capibara.errors import ConfigError
 from capibara.families import FamilyError, Pretrained, read_config, read_embedding_files
 from capibara.serve import Embedder
-from capibara.serve.embed import _arrays, _batches
+from capibara.serve.embed import _arrays, _batches, _shape_of
 from capibara.serve.pooling import POOLINGS, EmbeddingSettings, pool, read_embedding_settings
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefghijklmnop", "the", "capybara", "##s", "swim", "."]
@@ -135,7 +135,8 @@ def test_every_token_has_one_place(lengths: list[int], batch_tokens: int, most: 
     sizes = np.array([len(row) for row in rows], np.int64)
     seen: list[int] = []
     for width, members in _batches(sizes, most, batch_tokens):
-        chosen, (tokens, texts, positions, starts, counts) = _arrays(rows, members, width)
+        shape = _shape_of(width, members)
+        chosen, (tokens, texts, positions, starts, counts) = _arrays(rows, members, shape)
         assert width <= most
         assert len(members) == 1 or len(members) * width <= batch_tokens
         assert np.count_nonzero(texts >= 0) == sizes[chosen].sum() == counts.sum()

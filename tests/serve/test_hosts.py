@@ -12,7 +12,8 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from capibara.errors import ConfigError
-from capibara.serve.http.access import CheckHost, host_names, is_loopback
+from capibara.serve.http.access import CheckHost
+from capibara.serve.http.names import host_names, is_loopback
 
 
 def client(*names: str) -> TestClient:

@@ -599,6 +599,7 @@ def test_where_nothing_more_may_wait_a_request_is_not_read(
     monkeypatch.setattr(engine, "full_for_s", lambda: 2.5)
     refused = post(url, "/v1/completions", b"{ this is not even JSON")
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "3")
+    assert refused.json()["error"]["type"] == "rate_limit_error"
     assert post(url, "/tokenize", {"prompt": "a"}).status_code == 200
 
 

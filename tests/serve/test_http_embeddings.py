@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -112,3 +114,59 @@ def test_a_queue_with_an_end(embedder: Embedder) -> None:
     service.close()
     with pytest.raises(EngineClosedError):
         asyncio.run(service.embed(one))
+
+
+def test_no_request_waits_for_a_program(embedder: Embedder, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Embedder(embedder.model, tokenizer=ByteTokenizer(), normalise=True)
+    service = EmbeddingService(own, name="vectors")
+    compile_one, held, asked = own.compile, threading.Event(), []
+
+    def slow(shape: Any) -> Any:
+        if shape not in own._programs:
+            asked.append((shape, threading.current_thread().name.rpartition("_")[0]))
+            assert held.wait(60)
+        return compile_one(shape)
+
+    monkeypatch.setattr(own, "compile", slow)
+    rows = [
+        [1 + number] * (1 + number % 32) for number in range(40)
+    ]  # several to a row, and rows of several lengths
+    try:
+        found = asyncio.run(asyncio.wait_for(service.embed(rows), 60))
+        np.testing.assert_allclose(
+            found, [embedder.embed_tokens([row])[0] for row in rows], rtol=1e-4, atol=1e-5
+        )
+        assert service.stalled_s() == 0
+        deadline = time.monotonic() + 60
+        while not asked and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert {thread for _, thread in asked} == {"capibara-embeddings-compiling"}
+        held.set()
+        while asked[0][0] not in own._programs and time.monotonic() < deadline:
+            time.sleep(0.01)
+        known = len(asked)
+        np.testing.assert_allclose(asyncio.run(service.embed(rows)), found, rtol=1e-4, atol=1e-5)
+        assert len(asked) == known  # and now as they are
+    finally:
+        held.set()
+        service.close()
+
+
+def test_a_program_that_cannot_be_compiled_is_done_without(
+    embedder: Embedder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = Embedder(embedder.model, tokenizer=ByteTokenizer(), normalise=True)
+    service = EmbeddingService(own, name="vectors")
+    compile_one = own.compile
+
+    def refused(shape: Any) -> Any:
+        if threading.current_thread().name.startswith("capibara-embeddings-compiling"):
+            raise RuntimeError("no room")
+        return compile_one(shape)
+
+    monkeypatch.setattr(own, "compile", refused)
+    rows = [[1 + number] * (1 + number % 32) for number in range(40)]
+    found = asyncio.run(service.embed(rows))
+    np.testing.assert_allclose(found, asyncio.run(service.embed(rows)), rtol=1e-6)
+    service.close()
+    assert "was not compiled: no room" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import uvicorn
 from small_models import KINDS, SMALL
@@ -22,7 +24,7 @@ from small_models import KINDS, SMALL
 from capibara.config import ModularModelConfig
 from capibara.core import ModularCapibaraModel
 from capibara.serve import Engine
-from capibara.serve.bench import BenchSettings, bench_serve
+from capibara.serve.bench import BenchReport, BenchSettings, bench_serve
 from capibara.serve.http import create_app
 
 pytestmark = pytest.mark.slow
@@ -30,8 +32,13 @@ SIZES: Any = {"input_tokens": (2, 60), "output_tokens": (2, 60)}
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    settings = {"model.vocab_size": 256, "model.max_sequence_length": 128, "train.sequence_length": 32}
+def serving(folder: Path, *options: str, **larger: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    settings = {
+        "model.vocab_size": 256,
+        "model.max_sequence_length": 128,
+        "train.sequence_length": 32,
+        **larger,
+    }
     model = ModularCapibaraModel(ModularModelConfig.from_dict({}, SMALL | KINDS["grouped"] | settings))
     model.save_pretrained(folder / "tiny")
     command = [
@@ -87,20 +94,40 @@ def test_200_clients_for_a_minute(tmp_path: Path) -> None:
 
 
 def test_three_times_as_much_as_it_can_do(tmp_path: Path) -> None:
-    with serving(tmp_path, "--max-batch", "16", "--max-waiting", "32") as (_, url):
-        # Long texts: the clients share the processor with the server.
+    # The clients share the processor with the server: texts must take more of it than asking for them does.
+    larger: Any = {"model.embed_dim": 384, "model.mlp_dim": 1024, "model.num_layers": 6, "model.num_heads": 6}
+    options = ("--max-batch", "16", "--max-wait", "0.5")
+    with serving(tmp_path, *options, **larger, **{"model.num_kv_heads": 3}) as (_, url):
         sizes: Any = {"input_tokens": (2, 20), "output_tokens": (60, 100)}
-        bench_serve(url, BenchSettings(100, concurrency=40, **sizes))  # what is slow at first
-        most = bench_serve(url, BenchSettings(0, duration_s=15.0, concurrency=40, **sizes))
-        rate = len(most.good) / most.seconds
-        # Of what is sent in this time: at its end the queue runs empty.
-        over = bench_serve(url, BenchSettings(0, duration_s=15.0, rate=3 * rate, **sizes))
-        print(most, over, sep="\n")
-        assert not most.undeserved
-        assert not over.undeserved
-        assert sum(answer.status == 429 for answer in over.answers) > 0.3 * len(over.answers)
-        # On two cores the clients take a good part of the time: of three times as many, more.
-        assert over.goodput() >= 0.9 * most.goodput()
+        bench_serve(url, BenchSettings(50, concurrency=20, **sizes))  # what is slow at first
+        most, over = [], []
+        for seed in range(3):  # in turns: what else the machine does comes to both
+            most.append(
+                bench_serve(url, BenchSettings(0, duration_s=8.0, concurrency=20, seed=seed, **sizes))
+            )
+            rate = len(most[-1].good) / most[-1].seconds
+            over.append(bench_serve(url, BenchSettings(0, duration_s=8.0, rate=3 * rate, seed=seed, **sizes)))
+        target = 2 * float(np.median([report.milliseconds()["e2e"]["p50"] for report in most]))
+
+        def goodput(reports: list[BenchReport]) -> float:
+            """Texts a second whose times are those of a server that is busy, and no more."""
+            met = [
+                dataclasses.replace(report, settings=dataclasses.replace(report.settings, e2e_ms=target))
+                for report in reports
+            ]
+            return float(np.median([report.goodput() for report in met]))
+
+        print(
+            *most,
+            *over,
+            f"target {target:.0f} ms: {goodput(most):.1f}, {goodput(over):.1f} texts/s",
+            sep="\n",
+        )
+        for report in (*most, *over):
+            assert not report.undeserved
+        for report in over:
+            assert sum(answer.status == 429 for answer in report.answers) > 0.3 * len(report.answers)
+        assert goodput(over) >= 0.95 * goodput(most)
 
 
 def test_a_process_that_stands_still_does_not_answer(tmp_path: Path) -> None:

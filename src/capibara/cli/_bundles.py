@@ -185,7 +185,7 @@ def _compile_described(given: dict[str, Any]) -> None:
     from capibara.plan.compiler.devices import describe_mesh
     from capibara.plan.slices import parse_slice
     from capibara.serve.engine.arrays import describe_arrays
-    from capibara.serve.load import take_tokenizer
+    from capibara.serve.loaded import take_tokenizer
 
     target = parse_slice(given["compile_for"])
     config, tokenizer = find_config(given["model"])

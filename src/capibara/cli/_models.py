@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from capibara.config import ModularModelConfig
     from capibara.data import Tokenizer
-    from capibara.serve.load import LoadedModel
+    from capibara.serve.loaded import LoadedModel
     from capibara.train import Origin
 
 __all__ = [
@@ -67,7 +67,8 @@ def start_from(
     from capibara import families
     from capibara.core import ModularCapibaraModel
     from capibara.families import Pretrained, load_params, open_tensors, read_config
-    from capibara.serve.load import find_checkpoint, load_model, take_tokenizer
+    from capibara.serve.load import find_checkpoint, load_model
+    from capibara.serve.loaded import take_tokenizer
     from capibara.train import Origin
     from capibara.train.saved import Facts
 
@@ -164,9 +165,6 @@ def find_config(path: str) -> tuple[ModularModelConfig, Path]:
     Raises:
       CapibaraError: there is none, or it is damaged.
     """
-    from capibara.config import ModularModelConfig
-    from capibara.serve.load import find_checkpoint
-
     if is_published(path):
         from capibara.families import open_tensors, read_config, settled
 
@@ -175,6 +173,10 @@ def find_config(path: str) -> tuple[ModularModelConfig, Path]:
             with open_tensors(path, source) as files:
                 config, _ = settled(files, config, source)
         return config, Path(path)
+
+    from capibara.config import ModularModelConfig
+    from capibara.serve.load import find_checkpoint
+
     checkpoint = find_checkpoint(path, warn=warn_on_stderr)
     return ModularModelConfig.from_toml(checkpoint.config_path), checkpoint.tokenizer_path
 
@@ -201,7 +203,7 @@ def load_source(
     from capibara.cli._archives import progress_bar
     from capibara.core import ModularCapibaraModel
     from capibara.errors import ConfigError
-    from capibara.serve.load import LoadedModel, find_checkpoint, load_model
+    from capibara.serve.loaded import LoadedModel
 
     if ema and (is_archive(path) or is_published(path)):
         raise ConfigError(f"--ema: {path!r} is not a run, which alone has averaged parameters. Leave it out")
@@ -210,6 +212,8 @@ def load_source(
 
         return _divided(load_compressed(path, decode=decode), path, mesh)
     if not is_published(path):
+        from capibara.serve.load import find_checkpoint, load_model
+
         return load_model(find_checkpoint(path, warn=warn_on_stderr), ema=ema, mesh=mesh)
     with progress_bar("loading", model_bytes(path), quiet=quiet) as progress:
         model = ModularCapibaraModel.from_pretrained(path, mesh=mesh, progress=progress)

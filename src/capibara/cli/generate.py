@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from capibara.data import Tokenizer
     from capibara.serve.generate import Generator
-    from capibara.serve.load import LoadedModel
+    from capibara.serve.loaded import LoadedModel
     from capibara.serve.sampling import Sampling
 
 HELP = """Write text with a trained model: the newest complete checkpoint of the run that --config or

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from capibara.serve.engine.bundle import ProgramBundle
     from capibara.serve.engine.early import EarlyPrograms
     from capibara.serve.http.base import Served, ServerSettings
-    from capibara.serve.load import LoadedModel
+    from capibara.serve.loaded import LoadedModel
 
 HELP = """Serve a model over HTTP, with the API of OpenAI: /v1/completions, /v1/chat/completions, /v1/responses (of a
 model that makes vectors: /v1/embeddings), /v1/models, /tokenize, /detokenize, /health and /metrics. MODEL is the folder
@@ -46,6 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-waiting", type=int, default=1024, metavar="N", help="requests that may wait")
     parser.add_argument(
         "--max-waiting-tokens", type=int, default=1 << 20, metavar="N", help="tokens of requests that wait"
+    )
+    parser.add_argument(
+        "--max-wait",
+        type=float,
+        metavar="S",
+        help="refuse requests that would wait longer for their turn (default: any time)",
     )
     parser.add_argument(
         "--max-body", type=int, default=4 << 20, metavar="BYTES", help="of a request (default: 4 MiB)"
@@ -123,6 +129,7 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     from capibara.compilation.persistent_cache import keep_compiled
     from capibara.errors import ConfigError, MissingExtraError
+    from capibara.jax_versions import find_package
 
     if args.tensor_parallel is not None and args.tensor_parallel < 1:
         raise ConfigError(f"--tensor-parallel: got {args.tensor_parallel}, expected devices from 1")
@@ -131,12 +138,10 @@ def _run(args: argparse.Namespace) -> int:
     if args.output is not None:
         raise ConfigError("--output goes with --compile-for. Leave it out")
 
-    try:
-        import uvicorn
-    except ImportError:
-        raise MissingExtraError("uvicorn", "serve", "capibara serve") from None
-    from capibara.serve.http import Keys, ServerSettings
-    from capibara.serve.http.access import host_names, is_loopback
+    if find_package("uvicorn") is None:
+        raise MissingExtraError("uvicorn", "serve", "capibara serve")
+    from capibara.serve.http.keys import Keys
+    from capibara.serve.http.names import host_names, is_loopback
 
     if not 0 <= args.port < 1 << 16:
         raise ConfigError(f"--port: got {args.port}, expected 0 to 65535")
@@ -147,6 +152,8 @@ def _run(args: argparse.Namespace) -> int:
             )
     if args.timeout is not None and not args.timeout > 0:
         raise ConfigError(f"--timeout: got {args.timeout:g}, expected seconds above 0")
+    if args.max_wait is not None and not args.max_wait > 0:
+        raise ConfigError(f"--max-wait: got {args.max_wait:g}, expected seconds above 0")
     given = _keys(args.api_keys)
     keys = Keys(given)
     named = None if args.allowed_hosts is None else host_names(args.allowed_hosts.split(","))
@@ -162,6 +169,11 @@ def _run(args: argparse.Namespace) -> int:
         early = _early(args) if bundle is None and mesh is None else None
         if early is not None:
             kept.callback(early.take)  # a process that ends while XLA compiles is aborted
+        # The largest imports, beside the programs: for this the checks above do without them.
+        import uvicorn
+
+        from capibara.serve.http import ServerSettings
+
         loaded = load_source(args.model, quiet=args.quiet, decode=True if args.decode else "auto", mesh=mesh)
         served, app = _application(
             args,
@@ -253,22 +265,25 @@ def _application(
 ) -> tuple[Served, Any]:
     """What answers, and its application: for a model that writes texts, or for one that makes vectors."""
     from capibara.errors import ConfigError
-    from capibara.serve import Embedder, Speculation
-    from capibara.serve.engine import Engine
-    from capibara.serve.http import EmbeddingService, create_app, create_embedding_app
 
     name = args.name or Path(args.model).absolute().name
     waiting = {"max_waiting": args.max_waiting, "max_waiting_tokens": args.max_waiting_tokens}
     if not loaded.model.config.model.causal:
-        for option in ("bundle", "cache_dtype", "pages", "guess"):
+        for option in ("bundle", "cache_dtype", "pages", "guess", "max_wait"):
             if getattr(args, option) is not None:
                 raise ConfigError(
                     f"--{option.replace('_', '-')}: is of models that write texts, and {args.model!r} makes vectors. "
                     "Leave it out"
                 )
+        from capibara.serve import Embedder
+        from capibara.serve.http import EmbeddingService, create_embedding_app
+
         embedder = Embedder.of(loaded.model, loaded.params, max_length=args.max_length)
         service = EmbeddingService(embedder, name=name, **waiting)
         return service, create_embedding_app(service, settings)
+    from capibara.serve.engine import Engine
+    from capibara.serve.http import create_app
+
     speculation = None
     if args.draft_model is not None or args.guess is not None:
         mesh = loaded.model.mesh
@@ -276,6 +291,8 @@ def _application(
             None if args.draft_model is None else load_source(args.draft_model, quiet=args.quiet, mesh=mesh)
         )
         given = {} if draft is None else {"draft": draft.model, "params": draft.params, "state": draft.state}
+        from capibara.serve import Speculation
+
         speculation = Speculation(4 if args.guess is None else args.guess, **given)
     named, room = _adapters(args, loaded.model)
     engine = Engine(
@@ -291,6 +308,7 @@ def _application(
         early=early,
         speculation=speculation,
         adapters=room,
+        max_wait_s=args.max_wait,
         warm="first",
         progress=None if args.quiet else say_compiled,
         **waiting,

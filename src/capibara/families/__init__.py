@@ -6,26 +6,23 @@ parameter. Both are read in both directions.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from capibara.data import read_tokenizer_files as _read_tokenizer_files
-from capibara.families.embedding_files import read_embedding_files
-from capibara.families.errors import FamilyError
-from capibara.families.exporting import save_model
-from capibara.families.family import Family
-from capibara.families.folder import Pretrained, TensorFiles, open_tensors, read_config
-from capibara.families.gguf.file import is_gguf
-from capibara.families.gguf.tokens import gguf_tokenizer_files
-from capibara.families.gguf.writing import save_gguf
-from capibara.families.known import FAMILIES
-from capibara.families.loading import further_layers, load_params, settled
-from capibara.families.peft import adapter_settings, load_adapter, save_adapter
-from capibara.families.saving import config_values, save_folder
+from capibara.lazy import on_demand
 
 if TYPE_CHECKING:
-    from capibara.core import ModularCapibaraModel
+    from capibara.families.embedding_files import read_embedding_files
+    from capibara.families.errors import FamilyError
+    from capibara.families.exporting import save_model
+    from capibara.families.family import Family
+    from capibara.families.folder import Pretrained, TensorFiles, open_tensors, read_config
+    from capibara.families.gguf.file import is_gguf
+    from capibara.families.gguf.writing import save_gguf
+    from capibara.families.known import FAMILIES
+    from capibara.families.loading import further_layers, load_params, settled
+    from capibara.families.peft import save_adapter
+    from capibara.families.published import load_pretrained, tokenizer_files_of
+    from capibara.families.saving import config_values, save_folder
 
 __all__ = [
     "FAMILIES",
@@ -49,41 +46,35 @@ __all__ = [
     "tokenizer_files_of",
 ]
 
+_HOMES = {
+    "embedding_files": ("read_embedding_files",),
+    "errors": ("FamilyError",),
+    "exporting": ("save_model",),
+    "family": ("Family",),
+    "folder": (
+        "Pretrained",
+        "TensorFiles",
+        "open_tensors",
+        "read_config",
+    ),
+    "gguf.file": ("is_gguf",),
+    "gguf.writing": ("save_gguf",),
+    "known": ("FAMILIES",),
+    "loading": (
+        "further_layers",
+        "load_params",
+        "settled",
+    ),
+    "peft": (
+        "adapter_settings",
+        "load_adapter",
+        "save_adapter",
+    ),
+    "published": ("load_pretrained", "tokenizer_files_of"),
+    "saving": (
+        "config_values",
+        "save_folder",
+    ),
+}
 
-def tokenizer_files_of(model: str | os.PathLike[str]) -> dict[str, bytes]:
-    """Name → content of the tokenizer's files of a model's folder or GGUF file; nothing if it has no tokenizer.
-
-    Raises:
-      TokenizerError, FamilyError: a file is damaged or too large.
-    """
-    return gguf_tokenizer_files(model)[0] if is_gguf(model) else _read_tokenizer_files(model)
-
-
-def load_pretrained(
-    kind: type[ModularCapibaraModel],
-    folder: str | os.PathLike[str],
-    *,
-    dtype: str | None = None,
-    mesh: Any = None,
-    rules: Any = None,
-    overrides: Any = (),
-    adapter: str | os.PathLike[str] | None = None,
-    progress: Callable[[str, int], None] | None = None,
-) -> ModularCapibaraModel:
-    """See :meth:`capibara.core.ModularCapibaraModel.from_pretrained`; ``kind`` is the class of the model."""
-    import dataclasses
-
-    config, source = read_config(folder, dtype=dtype, overrides=overrides)
-    embedding = read_embedding_files(folder)
-    if adapter is not None:
-        config = config.with_overrides(adapter_settings(adapter, source.family))
-    with open_tensors(folder, source) as files:
-        left_out = further_layers(source)
-        config, source = settled(files, config, source)
-        model = kind(config, mesh=mesh, rules=rules)
-        params, dtypes = load_params(files, source.family, model, left_out=left_out, progress=progress)
-    params = model.with_adapters(params)
-    model.params = params if adapter is None else load_adapter(adapter, source.family, model, params)
-    model.pretrained = dataclasses.replace(source, dtypes=dtypes, embedding=embedding)
-    model.tokenizer_files = tokenizer_files_of(folder)
-    return model
+__getattr__, __dir__ = on_demand(__name__, _HOMES)

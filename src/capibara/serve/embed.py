@@ -7,7 +7,9 @@ sees another, so that little of the work is padding; rows have one of a few leng
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import jax
@@ -25,11 +27,32 @@ from capibara.serve.pooling import (
 )
 from capibara.serve.token_ids import checked_ids
 
-__all__ = ["Embedder"]
+__all__ = ["BatchShape", "Embedder"]
 
 # Rows have so many tokens, or those of a longer text: scores between texts of a row are computed in vain, and grow
 # with it. The least is for a call with a few words.
 _ROW, _LEAST = 128, 16
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """What the program of a batch is compiled for.
+
+    Attributes:
+      rows: how many. width: tokens of each. texts: in all of them, at most.
+    """
+
+    rows: int
+    width: int
+    texts: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.width
+
+    def holds(self, other: BatchShape) -> bool:
+        """Whether a batch of the other shape can be computed in this one."""
+        return self.rows >= other.rows and self.width >= other.width and self.texts >= other.texts
 
 
 class Embedder:
@@ -91,7 +114,8 @@ class Embedder:
                 f"tokenizer: has {self.tokenizer.vocab_size} tokens, the model {settings.vocab_size} "
                 "(model.vocab_size). Use the model's own"
             )
-        self._compiled: Callable[..., jax.Array] = jax.jit(self._vectors)
+        self._programs: dict[BatchShape, Callable[..., jax.Array]] = {}
+        self._lock = threading.Lock()  # one program is compiled at a time, and none twice
 
     @classmethod
     def from_pretrained(
@@ -200,10 +224,16 @@ class Embedder:
         *,
         batch_tokens: int = 4096,
         progress: Callable[[int], None] | None = None,
+        missing: Callable[[BatchShape], None] | None = None,
     ) -> np.ndarray:
         """As :meth:`embed`, of token ids: int ``[tokens]`` for each text, at most ``max_length``.
 
         A text without tokens has the vector 0.
+
+        Args:
+          missing: called with the shape of a batch whose program is not there yet. Its texts are then computed by
+            programs that are, one after another, and nothing is compiled unless even a text alone has none. By default
+            a program that is missing is compiled.
 
         Raises:
           ConfigError: ``batch_tokens`` is out of range, or tokens are not ids of the model or too many.
@@ -218,9 +248,11 @@ class Embedder:
         out = np.zeros((len(rows), self.dimension), np.float32)
         waiting: list[tuple[np.ndarray, jax.Array]] = []
         with self.model.backend.scope():
-            for width, members in _batches(lengths, self.max_length, batch_tokens):
-                chosen, arrays = _arrays(rows, members, width)
-                waiting.append((chosen, self._compiled(self.params, *arrays)))
+            for shape, members in self._shaped(
+                _batches(lengths, self.max_length, batch_tokens), lengths, missing
+            ):
+                chosen, arrays = _arrays(rows, members, shape)
+                waiting.append((chosen, self.compile(shape)(self.params, *arrays)))
                 if len(waiting) > 1:  # one is computed while the next is prepared
                     _take(out, *waiting.pop(0))
                 if progress is not None:
@@ -228,6 +260,53 @@ class Embedder:
         for chosen, vectors in waiting:
             _take(out, chosen, vectors)
         return out
+
+    def compile(self, shape: BatchShape) -> Callable[..., jax.Array]:
+        """The program of a shape, which is compiled unless it is there; any thread may ask."""
+        if (program := self._programs.get(shape)) is not None:
+            return program
+        with self._lock:
+            if shape not in self._programs:
+                row = jax.ShapeDtypeStruct((shape.rows, shape.width), np.int32)
+                text = jax.ShapeDtypeStruct((shape.texts,), np.int32)
+                with self.model.backend.scope():
+                    lowered = jax.jit(self._vectors).lower(self.params, row, row, row, text, text)
+                    self._programs[shape] = lowered.compile()
+            return self._programs[shape]
+
+    def _shaped(
+        self,
+        batches: Iterator[tuple[int, list[list[int]]]],
+        lengths: np.ndarray,
+        missing: Callable[[BatchShape], None] | None,
+    ) -> Iterator[tuple[BatchShape, list[list[int]]]]:
+        """Batches with the shapes in which they are computed."""
+        for width, members in batches:
+            shape = _shape_of(width, members)
+            if missing is None or shape in self._programs:
+                yield shape, members
+            else:
+                missing(shape)
+                yield from self._in_known_shapes(width, members, lengths)
+
+    def _in_known_shapes(
+        self, width: int, members: list[list[int]], lengths: np.ndarray
+    ) -> Iterator[tuple[BatchShape, list[list[int]]]]:
+        """A batch in as many parts as the programs that are there ask for."""
+        shape = _shape_of(width, members)
+        # No more than half of the work may be padding.
+        known = [one for one in list(self._programs) if one.holds(shape) and one.tokens <= 2 * shape.tokens]
+        if known or (len(members) == 1 and len(members[0]) == 1):
+            yield min(known, key=lambda one: (one.tokens, one.texts), default=shape), members
+            return
+        if len(members) > 1:
+            middle = len(members) // 2
+            parts = [members[:middle], members[middle:]]
+        else:
+            middle = len(members[0]) // 2
+            parts = [[members[0][:middle]], [members[0][middle:]]]
+        for part in parts:
+            yield from self._in_known_shapes(_least_width(width, part, lengths), part, lengths)
 
     def _vectors(
         self,
@@ -276,10 +355,21 @@ def _batches(lengths: np.ndarray, most: int, batch_tokens: int) -> Iterator[tupl
         count = max(1, batch_tokens // width)
         for start in range(0, len(rows), count):
             members = rows[start : start + count]
-            used = max(int(lengths[row].sum()) for row in members)
-            # One row of a few words, a query, is no longer than it has to be.
-            least = max(_LEAST, 1 << (used - 1).bit_length())
-            yield (min(width, least) if len(members) == 1 else width), members
+            yield _least_width(width, members, lengths), members
+
+
+def _least_width(width: int, members: list[list[int]], lengths: np.ndarray) -> int:
+    """The length of the rows of a batch, of at most ``width``."""
+    if len(members) > 1:
+        return width
+    # One row of a few words, a query, is no longer than it has to be.
+    return min(width, max(_LEAST, 1 << (int(lengths[members[0]].sum()) - 1).bit_length()))
+
+
+def _shape_of(width: int, members: Sequence[Sequence[int]]) -> BatchShape:
+    """The smallest shape for rows of texts."""
+    texts = sum(map(len, members))
+    return BatchShape(_rounded(len(members)), width, 1 << max(3, (texts - 1).bit_length()))
 
 
 def _rounded(count: int) -> int:
@@ -289,14 +379,14 @@ def _rounded(count: int) -> int:
 
 
 def _arrays(
-    rows: Sequence[np.ndarray], members: Sequence[Sequence[int]], width: int
+    rows: Sequence[np.ndarray], members: Sequence[Sequence[int]], shape: BatchShape
 ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
     """The texts of a batch, and what the compiled function takes of them."""
     chosen = np.asarray([text for row in members for text in row])
-    shape = _rounded(len(members)), width
-    tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    texts = np.full(shape, -1, np.int32)
-    starts, lengths = np.zeros((2, 1 << max(3, (len(chosen) - 1).bit_length())), np.int32)
+    width = shape.width
+    tokens, positions = np.zeros((2, shape.rows, width), np.int32)
+    texts = np.full((shape.rows, width), -1, np.int32)
+    starts, lengths = np.zeros((2, shape.texts), np.int32)
     number = 0
     for at, row in enumerate(members):
         end = 0

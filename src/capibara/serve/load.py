@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from capibara.families import Pretrained, tokenizer_files_of
+from capibara.families import Pretrained
+from capibara.serve.loaded import LoadedModel, take_tokenizer
 from capibara.train import (
     Checkpoint,
     CheckpointNotFoundError,
@@ -22,29 +22,11 @@ from capibara.train.rundir import lock_run
 from capibara.train.saved import Facts, model_items
 
 __all__ = [
-    "LoadedModel",
     "build_model",
     "find_checkpoint",
     "load_model",
     "save_pretrained_run",
-    "take_tokenizer",
 ]
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model with its trained parameters.
-
-    Attributes:
-      model: a :class:`capibara.core.ModularCapibaraModel`.
-      params, state: its parameters and its non-trained state.
-      checkpoint: their source; ``None`` if there is only a compressed file.
-    """
-
-    model: Any
-    params: Any
-    state: Any
-    checkpoint: Checkpoint | None
 
 
 def find_checkpoint(
@@ -108,16 +90,6 @@ def load_model(checkpoint: Checkpoint, *, ema: bool = False, mesh: Any | None = 
     take_tokenizer(model, checkpoint.tokenizer_path)
     params, state = restore_model(checkpoint, model, ema=ema)
     return LoadedModel(model, params, state, checkpoint)
-
-
-def take_tokenizer(model: Any, folder: str | os.PathLike[str]) -> None:
-    """Give a model the tokenizer of a folder or GGUF file, if there is one.
-
-    Raises:
-      TokenizerError: a file is too large, or cannot be read.
-    """
-    if files := tokenizer_files_of(folder):
-        model.tokenizer_files = files
 
 
 def save_pretrained_run(model: Any, folder: str | os.PathLike[str]) -> Checkpoint:

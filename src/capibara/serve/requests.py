@@ -44,7 +44,8 @@ class EngineClosedError(ServeError):
 
 
 class QueueFullError(ServeError):
-    """There are as many waiting requests, or tokens in them, as the engine is allowed to hold.
+    """There are as many waiting requests, or tokens in them, as the engine is allowed to hold, or another would wait
+    longer than it may.
 
     Attributes:
       retry_after_s: seconds after which there is likely to be room.
@@ -260,8 +261,8 @@ class EngineProtocol(Protocol):
         ...
 
     def full_for_s(self) -> float:
-        """Seconds after which a request is likely to be taken, where as many wait as may; 0 where there is room. It
-        takes no time."""
+        """Seconds after which a request is likely to be taken, where as many wait as may, or as long; 0 where there is
+        room. It takes no time."""
         ...
 
     def close(self, *, drain_s: float = 0.0) -> None:

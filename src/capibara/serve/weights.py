@@ -14,7 +14,8 @@ from capibara.compress.models.numbers import numpy_dtype
 from capibara.compress.running import check_decode, refuse
 from capibara.families import read_config
 from capibara.serve.carried import carried_config, carried_source, carried_tokenizer
-from capibara.serve.load import LoadedModel, build_model, take_tokenizer
+from capibara.serve.load import build_model
+from capibara.serve.loaded import LoadedModel, take_tokenizer
 
 if TYPE_CHECKING:
     from capibara.config import ModularModelConfig

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 from capibara.config import ModularModelConfig
 from capibara.core import ModularCapibaraModel
@@ -15,9 +16,19 @@ from capibara.serve.engine.arrays import bytes_of_one_device, describe_arrays
 from capibara.serve.engine.layers import layers_apart
 from capibara.serve.engine.programs import Programs, pages_in_memory
 from capibara.serve.engine.steps import EngineSizes
-from capibara.serve.load import take_tokenizer
+from capibara.serve.loaded import take_tokenizer
 
-__all__ = ["EarlyPrograms"]
+__all__ = ["Early", "EarlyPrograms"]
+
+
+class Early(NamedTuple):
+    """What was made: the programs, the sizes that they are for, the model's tokenizer, and empty pools for keys and
+    values."""
+
+    programs: Programs
+    sizes: EngineSizes
+    tokenizer: Tokenizer
+    cache: Any
 
 
 class EarlyPrograms:
@@ -39,15 +50,16 @@ class EarlyPrograms:
         **sizes: Any,
     ) -> None:
         self._given = config, tokenizer, pages, sizes
-        self._found: tuple[Programs, EngineSizes, Tokenizer] | None = None
+        self._found: Early | None = None
         self._thread = threading.Thread(target=self._work, name="capibara-early-programs", daemon=True)
         self._thread.start()
 
-    def take(self) -> tuple[Programs, EngineSizes, Tokenizer] | None:
-        """The programs, the sizes that they are for and the model's tokenizer, when they are there; ``None`` if an
-        argument was wrong, which the engine itself says better."""
+    def take(self) -> Early | None:
+        """What was made, when it is there, for whom asks first; ``None`` if an argument was wrong, which the engine
+        itself says better."""
         self._thread.join()
-        return self._found
+        found, self._found = self._found, None
+        return found
 
     def _work(self) -> None:
         config, tokenizer, pages, given = self._given
@@ -66,8 +78,13 @@ class EarlyPrograms:
             programs = Programs(model, layers_apart(model, params), state, writable=writable)
             cache = programs.describe_cache(sizes)
             first, _ = programs.to_compile(sizes.every, cache, sizes.inputs, early=sizes.early)
-            for compile_one in first:
-                compile_one()
+            # One is traced, in Python, while XLA is at another.
+            with ThreadPoolExecutor(2, thread_name_prefix="capibara-early-programs") as pool:
+                empty = pool.submit(programs.empty_cache, sizes)
+                work = [pool.submit(compile_one) for compile_one in first]
+                for one in work:
+                    one.result()
+                cache = empty.result()
         except Exception:  # the engine will do the same, and say what is wrong
             return
-        self._found = programs, sizes, model.tokenizer
+        self._found = Early(programs, sizes, model.tokenizer, cache)

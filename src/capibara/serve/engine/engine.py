@@ -25,6 +25,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from capibara.core.paged import StepShape
 from capibara.data import ByteTokenizer, Tokenizer
 from capibara.errors import ConfigError
 from capibara.serve.engine.adapters import AdapterRoom, Adapters
@@ -39,6 +40,7 @@ from capibara.serve.engine.sequences import Sequence
 from capibara.serve.engine.speculation import DraftModel, Earlier, Speculation, check_speculation
 from capibara.serve.engine.steps import EngineSizes, StartedStep, StepPiece
 from capibara.serve.engine.streams import PieceStream, StoppingText
+from capibara.serve.engine.turns import Turns
 from capibara.serve.requests import (
     EngineClosedError,
     EngineStatistics,
@@ -53,6 +55,7 @@ __all__ = ["Engine"]
 
 
 _GIVE_WAY_S = 0.25  # for texts that are written, before a program is compiled beside them
+_START_S = 0.5  # for what follows an engine's start, and for who waited for it, likewise
 
 
 class Engine:
@@ -75,6 +78,8 @@ class Engine:
       adapters: for which low-rank adapters there is room; by default for none.
       speculation: how tokens are guessed ahead; by default not at all.
       max_waiting, max_waiting_tokens: requests, and tokens of their prompts, that may wait.
+      max_wait_s: seconds that a request may wait for its turn. One that would have to wait longer, as far as the texts
+        before it tell, or longer than its own ``deadline_s``, is refused at once instead. ``None``: any time.
       warm: compile all programs now; ``"first"``: those that a plain request needs now, and the others beside the steps
         that run; ``False``: each when it is needed first.
       bundle: programs that were compiled before, on another machine perhaps (:func:`write_bundle`): all are read now,
@@ -109,6 +114,7 @@ class Engine:
         speculation: Speculation | None = None,
         max_waiting: int = 1024,
         max_waiting_tokens: int = 1 << 20,
+        max_wait_s: float | None = None,
         warm: bool | Literal["first"] = True,
         bundle: ProgramBundle | None = None,
         early: EarlyPrograms | None = None,
@@ -137,9 +143,13 @@ class Engine:
         ):
             if not is_integer(value, 1, most):
                 raise ConfigError(f"{key}={value!r}: expected an integer from 1 to {most}.")
+        if max_wait_s is not None and not (isinstance(max_wait_s, int | float) and max_wait_s > 0):
+            raise ConfigError(
+                f"max_wait_s={max_wait_s!r:.50}: expected a number of seconds above 0, or None."
+            )
         made = None if early is None else early.take()
         if made is not None:
-            pages, tokenizer = made[1].pages - 1, made[2] if tokenizer is None else tokenizer
+            pages, tokenizer = made.sizes.pages - 1, made.tokenizer if tokenizer is None else tokenizer
         self._name = name
         self._tokenizer: Tokenizer = tokenizer or (
             model.tokenizer if hasattr(model, "tokenizer") else ByteTokenizer()
@@ -168,9 +178,12 @@ class Engine:
         self._slots = list(range(max_batch, 0, -1))
         make = None if bundle is None else bundle.maker(model)
         self._programs = Programs(model, self._params, self._state, writable=self._writable, make=make)
-        if made is not None and made[1] == sizes:
-            self._programs.adopt(made[0])
-        self._cache = self._programs.empty_cache(sizes)
+        cache = None
+        if made is not None and made.sizes == sizes and self._programs.adopt(made.programs):
+            cache = made.cache
+        made = None  # there is no room for its pools and others
+        self._cache = self._programs.empty_cache(sizes) if cache is None else cache
+        del cache  # the first step uses it up
         self._speculation = speculation if use_cache else None
         self._draft: DraftModel | None = None
         if self._speculation is not None:
@@ -190,6 +203,7 @@ class Engine:
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
         self._waiting_tokens = 0
         self._max_waiting, self._max_waiting_tokens = max_waiting, max_waiting_tokens
+        self._max_wait_s, self._turns = max_wait_s, Turns()
         self._running: list[Sequence] = []
         self._turn = (0, False)
         # A text for which there were no pages, and how many were free.
@@ -236,6 +250,8 @@ class Engine:
         total: int,
         progress: Callable[[int, int], object] | None,
     ) -> None:
+        with self._there:
+            self._there.wait_for(lambda: self._closing, timeout=_START_S)
         for compile_one in rest:
             with self._there:
                 # Tracing and steps take turns in Python: a first request should not wait for what it does not need.
@@ -367,18 +383,44 @@ class Engine:
                     f"max_waiting={self._max_waiting} and max_waiting_tokens={self._max_waiting_tokens})",
                     self._until_room(),
                 )
+            self._check_wait(sequences)
             if not self._running and not self._waiting:
                 self._progress_at = time.monotonic()
             for sequence in sequences:
                 heapq.heappush(self._waiting, (sequence.order, sequence))
             self._waiting_tokens += length
-            self._there.notify()
+            self._there.notify_all()
         return [sequence.stream for sequence in sequences]
 
     def full_for_s(self) -> float:
         """Seconds until a request may be taken: see the protocol."""
         # Without the lock, which the thread of the steps holds now and then: a request more or less does no harm.
-        return self._until_room() if len(self._waiting) >= self._max_waiting else 0.0
+        waiting = len(self._waiting)
+        if waiting >= self._max_waiting:
+            return self._until_room()
+        if self._max_wait_s is None:
+            return 0.0
+        return max(0.0, self._wait_s(waiting) - self._max_wait_s)
+
+    def _wait_s(self, ahead: int) -> float:
+        """Seconds that a request waits for its turn, with so many before it."""
+        running = len(self._running)
+        return 0.0 if not ahead and running < self._max_batch else self._turns.wait_s(ahead, running)
+
+    def _check_wait(self, sequences: list[Sequence]) -> None:
+        """Refuse requests that would not have their turn in time."""
+        for number, sequence in enumerate(sequences):
+            limits = [x for x in (self._max_wait_s, sequence.request.deadline_s) if x is not None]
+            if not limits:
+                continue
+            before = sum(order[0] <= sequence.request.priority for order, _ in self._waiting)
+            wait = self._wait_s(before + number)
+            if wait > min(limits):
+                raise QueueFullError(
+                    f"the request would wait about {wait:.1f} s for its turn, expected at most {min(limits):g} s "
+                    "(max_wait_s or its deadline_s)",
+                    wait - min(limits),
+                )
 
     def _until_room(self) -> float:
         """Seconds after which a request is likely to have ended."""
@@ -431,21 +473,21 @@ class Engine:
     def _cancel(self, sequence: Sequence) -> None:
         with self._there:
             sequence.cancelled = True
-            self._there.notify()
+            self._there.notify_all()
 
     def close(self, *, drain_s: float = 0.0) -> None:
         """Take no more requests, let those that there are go on for so many seconds, end the rest, free the cache."""
         end = time.monotonic() + drain_s
         with self._there:
             self._closing = True
-            self._there.notify()
+            self._there.notify_all()
             while (self._running or self._waiting) and not self._failed and self._thread.is_alive():
                 left = end - time.monotonic()
                 if left <= 0:
                     break
                 self._there.wait(min(left, 0.1))
             self._closed = True
-            self._there.notify()
+            self._there.notify_all()
         self._thread.join(timeout=30)
         if self._warming is not None:
             self._warming.join(timeout=60)  # a process that ends while XLA compiles is aborted
@@ -502,6 +544,9 @@ class Engine:
         turn = self._next_turn()
         with_chunks = self._sizes.plain[1]
         places, most = with_chunks.chunks, with_chunks.chunk
+        if self._programs_left and not self._is_ready(with_chunks):
+            # Its program is compiled beside, and a long prompt read in more steps meanwhile.
+            places = next((s.chunks for s in self._sizes.early if s.chunks and self._is_ready(s)), places)
         pieces: list[StepPiece] = []
         rows = chunks = 0
         for sequence in list(self._running):
@@ -532,6 +577,9 @@ class Engine:
                 chunks += self._read(sequence, pieces, chunks, places, most)
         alive = set(map(id, self._running))
         return [piece for piece in pieces if id(piece.sequence) in alive]
+
+    def _is_ready(self, shape: StepShape) -> bool:
+        return all(programs.has_step(shape) for programs in self._every_program())
 
     def _next_turn(self) -> tuple[int, bool]:
         """Whose texts the next step computes: adapters take turns, and so do prompts that are scored."""
@@ -566,8 +614,8 @@ class Engine:
         sequence.computed = sequence.drafted = len(shared) * self._pool.page_size
         sequence.remembered, sequence.digest = 0, sequence.salt
         self._remember(sequence)
-        if not sequence.admitted:
-            sequence.admitted = True
+        if sequence.admitted is None:
+            sequence.admitted = time.monotonic()
             if sequence.request.sampling.changes_logits:
                 # Not before: many may wait.
                 sequence.counts = np.zeros(self._vocabulary, np.int32)
@@ -624,7 +672,9 @@ class Engine:
 
     def _ended(self, sequence: Sequence, reason: str) -> None:
         self._finished[reason] += 1
-        self._finish_times.append(time.monotonic())
+        self._finish_times.append(now := time.monotonic())
+        if sequence.admitted is not None:
+            self._turns.ended(now - sequence.admitted)
         self._there.notify_all()
 
     def _end_all(self, reason: Any, error: str | None = None) -> None:

@@ -69,7 +69,8 @@ class Programs:
         self._steps: dict[StepShape, Any] = {}
         self._choices: dict[tuple[int, bool, int], Any] = {}
         self._scores: dict[int, Any] = {}
-        self._lock = threading.RLock()  # one program is compiled at a time, and none twice
+        self._lock = threading.Lock()
+        self._making: dict[tuple[str, Any], threading.Lock] = {}
         self.compilations = 0
 
     def weights_of(self, params: Any) -> list[Any]:
@@ -110,8 +111,9 @@ class Programs:
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), described)
 
         with self._lowering():
-            program = self._make("cache", jax.jit(zeros, out_shardings=places).lower())
-            return None if program is None else program()
+            lowered = jax.jit(zeros, out_shardings=places).lower()
+        program = self._made("cache", lowered)
+        return None if program is None else program()
 
     def step(
         self, shape: StepShape, cache: Any, inputs: Any, weights: list[Any] | None = None
@@ -123,20 +125,37 @@ class Programs:
         """
         program = self._steps.get(shape)
         if program is None:
-            with self._lock:
-                self.compilations += shape not in self._steps
-                program = self._compiled_step(shape, cache, inputs)
+            self._count(shape not in self._steps)
+            program = self._compiled_step(shape, cache, inputs)
         return program(self._weights if weights is None else weights, cache, inputs)
+
+    def has_step(self, shape: StepShape) -> bool:
+        """Whether a step of this shape finds its program there."""
+        return shape in self._steps
 
     def forget(self, shape: StepShape) -> None:
         """Compile the program of such a step anew for the next one."""
         self._steps.pop(shape, None)
 
-    def _compiled_step(self, shape: StepShape, cache: Any, inputs: Any) -> Any:
+    def _count(self, compiling: bool) -> None:
         with self._lock:
-            if shape not in self._steps:
-                self._steps[shape] = self._compile_step(shape, cache, inputs)
-            return self._steps[shape]
+            self.compilations += compiling
+
+    def _once(self, kind: str, table: dict[Any, Any], key: Any, compile_one: Callable[[], Any]) -> Any:
+        """A program of a table; threads that want the same one wait for the first of them."""
+        with self._lock:
+            making = self._making.setdefault((kind, key), threading.Lock())
+        with making:
+            if key not in table:
+                table[key] = compile_one()
+            return table[key]
+
+    def _made(self, name: str, lowered: Any) -> Any:
+        with self._model.backend.scope():
+            return self._make(name, lowered)
+
+    def _compiled_step(self, shape: StepShape, cache: Any, inputs: Any) -> Any:
+        return self._once("step", self._steps, shape, lambda: self._compile_step(shape, cache, inputs))
 
     def _compile_step(self, shape: StepShape, cache: Any, inputs: Any) -> Any:
         model = self._model
@@ -164,26 +183,20 @@ class Programs:
         places = None if model.mesh is None else (self._whole(), jax.tree.map(lambda x: x.sharding, cache))
         with self._lowering():
             jitted = jax.jit(step, donate_argnums=1, out_shardings=places)
-            return self._make(
-                f"step of {shape.rows} + {shape.chunks} × {shape.chunk}",
-                jitted.lower(self._weights, cache, inputs),
-            )
+            lowered = jitted.lower(self._weights, cache, inputs)
+        return self._made(f"step of {shape.rows} + {shape.chunks} × {shape.chunk}", lowered)
 
     def choose(self, logits: Any, rows: Any, changes: Changes | None, *, top: int) -> Any:
         """Choose a token for each row: :func:`capibara.serve.row_sampling.choose`."""
         key = logits.shape[0], changes is not None, top
         program = self._choices.get(key)
         if program is None:
-            with self._lock:
-                self.compilations += key not in self._choices
-                program = self._compiled_choice(key, logits.dtype)
+            self._count(key not in self._choices)
+            program = self._compiled_choice(key, logits.dtype)
         return program(logits, rows, changes)
 
     def _compiled_choice(self, key: tuple[int, bool, int], dtype: Any) -> Any:
-        with self._lock:
-            if key not in self._choices:
-                self._choices[key] = self._compile_choice(key, dtype)
-            return self._choices[key]
+        return self._once("choice", self._choices, key, lambda: self._compile_choice(key, dtype))
 
     def _compile_choice(self, key: tuple[int, bool, int], dtype: Any) -> Any:
         writable, vocabulary = self.writable, self._vocabulary
@@ -198,8 +211,9 @@ class Programs:
         changes = no_changes(size, vocabulary) if changed else None
         logits = jax.ShapeDtypeStruct((size, vocabulary), dtype, sharding=self._whole())
         with self._lowering():
-            name = f"choice of {size}{' changed' if changed else ''}{f', {top} scored' if top else ''}"
-            return self._make(name, jax.jit(chosen).lower(logits, rows, changes))
+            lowered = jax.jit(chosen).lower(logits, rows, changes)
+        name = f"choice of {size}{' changed' if changed else ''}{f', {top} scored' if top else ''}"
+        return self._made(name, lowered)
 
     def score(self, logits: Any, targets: Any) -> Any:
         """The logarithms of probability of given tokens: ``(logprobs, top_logprobs, top_tokens)``.
@@ -210,12 +224,14 @@ class Programs:
         size = logits.shape[0]
         program = self._scores.get(size)
         if program is None:
-            with self._lock:
-                self.compilations += size not in self._scores
-                program = self._compiled_score(size, logits.dtype)
+            self._count(size not in self._scores)
+            program = self._compiled_score(size, logits.dtype)
         return program(logits, targets)
 
     def _compiled_score(self, size: int, dtype: Any) -> Any:
+        return self._once("score", self._scores, size, lambda: self._compile_score(size, dtype))
+
+    def _compile_score(self, size: int, dtype: Any) -> Any:
         writable, vocabulary = self.writable, self._vocabulary
 
         def scores(logits: jax.Array, targets: jax.Array) -> Any:
@@ -225,15 +241,11 @@ class Programs:
             top = jax.lax.top_k(own, min(MOST_SCORES, vocabulary))
             return jnp.take_along_axis(own, targets[:, None], axis=1)[:, 0], *top
 
-        with self._lock:
-            if size not in self._scores:
-                logits = jax.ShapeDtypeStruct((size, vocabulary), dtype, sharding=self._whole())
-                targets = jax.ShapeDtypeStruct((size,), jnp.int32)
-                with self._lowering():
-                    self._scores[size] = self._make(
-                        f"scores of {size}", jax.jit(scores).lower(logits, targets)
-                    )
-            return self._scores[size]
+        logits = jax.ShapeDtypeStruct((size, vocabulary), dtype, sharding=self._whole())
+        targets = jax.ShapeDtypeStruct((size,), jnp.int32)
+        with self._lowering():
+            lowered = jax.jit(scores).lower(logits, targets)
+        return self._made(f"scores of {size}", lowered)
 
     @contextlib.contextmanager
     def _lowering(self) -> Iterator[None]:
@@ -246,7 +258,7 @@ class Programs:
         platform, mesh = self._model.backend.platform, self._model.mesh
         kind = None if mesh is None else next(iter(mesh.devices.flat)).device_kind
         alone = for_platform(platform, kind) if platform in ("cpu", "tpu") else contextlib.nullcontext()
-        with self._lock, _lowering_lock, self._model.backend.scope(), alone:
+        with _lowering_lock, self._model.backend.scope(), alone:
             before = getattr(jax.config, name)
             jax.config.update(name, 0)
             try:
@@ -265,9 +277,9 @@ class Programs:
         cache: Any,
         inputs: Callable[[StepShape], Any],
         *,
-        early: int = 2,
+        early: Sequence[StepShape] = (),
     ) -> tuple[list[Callable[[], Any]], list[Callable[[], Any]]]:
-        """What compiles all that steps of these shapes need: of the first ones with plain requests, and the rest."""
+        """What compiles all that steps of these shapes need: the early ones with plain requests, and the rest."""
         kinds = [(changed, top) for changed in (False, True) for top in (0, MOST_SCORES)]
         sizes = {shape: len(inputs(shape)["outputs"]) for shape in shapes}
         dtype = jnp.dtype(self._model.config.precision.accumulate_dtype)
@@ -286,15 +298,21 @@ class Programs:
             return lambda: self._compiled_choice((size, *kind), dtype)
 
         every = sorted(set(sizes.values()))
-        soon = dict.fromkeys(sizes[shape] for shape in shapes[:early])
-        first = [*map(step, shapes[:early]), *(choice(size, kinds[0]) for size in soon)]
-        rest = [
-            choice(size, kind) for kind in kinds for size in every if kind != kinds[0] or size not in soon
-        ]
+        soon = dict.fromkeys(sizes[shape] for shape in early)
+        first = [*map(step, early), *(choice(size, kinds[0]) for size in soon)]
+        # A step is of use once its plain requests can go on.
+        rest: list[Callable[[], Any]] = []
+        for shape in shapes:
+            if shape not in early:
+                rest.append(step(shape))
+            if sizes[shape] not in soon:
+                soon[sizes[shape]] = None
+                rest.append(choice(sizes[shape], kinds[0]))
+        rest += [choice(size, kind) for kind in kinds[1:] for size in every]
         # Of a step without rows every token may be scored.
         scored = {sizes[shape] for shape in shapes if not shape.rows}
         rest += [lambda size=size: self._compiled_score(size, dtype) for size in sorted(scored)]
-        return first, [*map(step, shapes[early:]), *rest]
+        return first, rest
 
 
 def no_changes(rows: int, vocabulary: int) -> Changes:

@@ -29,7 +29,7 @@ class Sequence:
       adapter: that it is written with, if any (:class:`capibara.serve.engine.adapters.LoadedAdapter`).
       digest, remembered: of the pages that the prefix cache knows, and how many tokens they hold.
       counts, seen: of each token, for penalties; ``None`` where the request has none.
-      submitted: when it came, in ``time.monotonic`` seconds. admitted: it has had a place in a step.
+      submitted: when it came, in ``time.monotonic`` seconds. admitted: when it first had a place in a step.
       cancelled: the reader has gone.
       complete: its grammar allows it to end, and no token that can be written.
       finished: why it ended. failure: what went wrong with this text alone.
@@ -57,7 +57,7 @@ class Sequence:
     counts: np.ndarray | None = None
     seen: np.ndarray | None = None
     submitted: float = field(default_factory=time.monotonic)
-    admitted: bool = False
+    admitted: float | None = None
     cancelled: bool = False
     complete: bool = False
     finished: FinishReason | None = None

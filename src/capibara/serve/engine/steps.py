@@ -126,7 +126,7 @@ class EngineSizes:
 
     @cached_property
     def plain(self) -> list[StepShape]:
-        """The shapes of steps without guesses; plain requests need the first :attr:`early` ones."""
+        """The shapes of steps without guesses."""
         # Pieces of one prompt follow each other in a step; a recurrence cannot be cut like that.
         chunks = max(1, min(self.prefill_chunks, self.max_batch) if self.recurrent else self.prefill_chunks)
         chunk = max(1, self.prefill_tokens // chunks)
@@ -138,9 +138,9 @@ class EngineSizes:
         return found
 
     @property
-    def early(self) -> int:
-        """How many of the first shapes plain requests need."""
-        return 3 if self.plain[1].chunks > 1 else 2
+    def early(self) -> list[StepShape]:
+        """The shapes that one plain request needs: a row alone, and with the smallest part of a prompt."""
+        return [self.plain[0], self.plain[2] if self.plain[1].chunks > 1 else self.plain[1]]
 
     @property
     def _rows(self) -> list[int]:

@@ -1,110 +1,26 @@
-"""Who may ask, and how much: keys, names of the server, and the size of bodies."""
+"""What is answered before a request is read: other names of the server, full queues, large bodies."""
 
 from __future__ import annotations
 
-import hmac
-import ipaddress
+import json
 import math
-import os
-import re
-from collections.abc import Awaitable, Callable, Collection, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
 
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from capibara.errors import ConfigError
-from capibara.serve.http.errors import ApiError, error_body
+from capibara.serve.http.errors import error_body
+from capibara.serve.http.names import host_names, is_loopback, without_port
 
-__all__ = ["CheckHost", "Keys", "LimitBodies", "RefuseWhenFull", "host_names", "is_loopback"]
+__all__ = ["CheckHost", "LimitBodies", "RefuseWhenFull"]
 
-_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:/@\[\]\s]+))(?::\d*)?")
+_FULL = json.dumps(
+    error_body(429, "as many requests wait already as may, or as long. Send it again later.")
+).encode()
 _Scope = MutableMapping[str, Any]
 _Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 _Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
-
-class Keys:
-    """The keys that may ask; without any, everybody may.
-
-    Args:
-      keys: each of at least 8 characters.
-
-    Raises:
-      ConfigError: one is shorter, or has spaces or other characters than those of ASCII.
-    """
-
-    def __init__(self, keys: Iterable[str] = ()) -> None:
-        self._digests = []
-        self._secret = os.urandom(32)
-        for number, key in enumerate(keys, start=1):
-            if len(key) < 8 or not all("!" <= c <= "~" for c in key):
-                raise ConfigError(
-                    f"API key {number} has {len(key)} characters, expected at least 8 of ASCII and no spaces: a header "
-                    "carries no others."
-                )
-            self._digests.append(self._digest(key))
-
-    def _digest(self, key: str) -> bytes:
-        return hmac.digest(self._secret, key.encode("utf-8", "surrogateescape"), "sha256")
-
-    def check(self, authorization: str | None) -> str:
-        """The salt of the requests of a key: of others it says nothing.
-
-        Args:
-          authorization: ``Bearer KEY``.
-
-        Raises:
-          ApiError: the key may not ask.
-        """
-        scheme, _, key = (authorization or "").partition(" ")
-        digest = self._digest(key.strip())
-        if not self._digests:
-            return digest.hex() if key else ""
-        # All are compared, each in constant time.
-        known = [hmac.compare_digest(digest, one) for one in self._digests]
-        if scheme.lower() != "bearer" or not any(known):
-            raise ApiError(
-                401, "the API key is missing or wrong: send the header 'Authorization: Bearer KEY'"
-            )
-        return digest.hex()
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a name or an address means this machine, whoever asks: ``localhost``, ``127.0.0.1``, ``::1`` …"""
-    try:
-        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
-
-
-def host_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Names that requests may have in ``Host``, as they are compared.
-
-    Args:
-      names: without a port: ``example.com``, ``*.example.com`` (what ends so), ``192.0.2.1``, ``[2001:db8::1]``, ``*``
-        (any).
-
-    Raises:
-      ConfigError: one has a scheme, a port, a path, or a star elsewhere.
-    """
-    found = []
-    for name in names:
-        plain = name.strip().lower()
-        address = plain.removeprefix("[").removesuffix("]")
-        try:
-            found.append(str(ipaddress.ip_address(address)))
-            continue
-        except ValueError:
-            pass
-        rest = plain.removeprefix("*").removeprefix(".")
-        if plain != "*" and (not rest or not all(c.isalnum() or c in "-._" for c in rest)):
-            raise ConfigError(
-                f"allowed hosts: got {name!r:.100}, expected a name or an address without scheme and port: "
-                "example.com, *.example.com, 192.0.2.1, or * for any"
-            )
-        found.append(plain.removesuffix("."))
-    return tuple(found)
 
 
 class CheckHost:
@@ -123,7 +39,7 @@ class CheckHost:
     async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
         if scope["type"] in ("http", "websocket") and "*" not in self._names:
             given = [value.decode("latin-1") for key, value in scope["headers"] if key == b"host"]
-            if len(given) != 1 or not self._knows(_without_port(given[0])):
+            if len(given) != 1 or not self._knows(without_port(given[0])):
                 said = f"host {', '.join(given)[:100]!r}" if given else "a request without Host"
                 content = error_body(
                     400,
@@ -138,20 +54,6 @@ class CheckHost:
         return is_loopback(host) or any(
             name == host or (name.startswith("*.") and host.endswith(name[1:])) for name in self._names
         )
-
-
-def _without_port(host: str) -> str:
-    """A name as :func:`host_names` has it, of ``name:port`` or ``[address]:port``; empty if it is neither."""
-    found = _HOST.fullmatch(host.strip().lower())
-    if found is None:
-        return ""
-    address, name = found.groups()
-    if name is not None:
-        return name.removesuffix(".")
-    try:
-        return str(ipaddress.IPv6Address(address))
-    except ValueError:
-        return ""
 
 
 class RefuseWhenFull:
@@ -175,9 +77,13 @@ class RefuseWhenFull:
         if wait <= 0:
             await self._app(scope, receive, send)
             return
-        content = error_body(429, "as many requests wait already as may. Send it again later.")
-        headers = {"retry-after": str(math.ceil(wait))}
-        await JSONResponse(content, 429, headers)(scope, receive, send)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(_FULL)).encode()),
+            (b"retry-after", str(math.ceil(wait)).encode()),
+        ]
+        await send({"type": "http.response.start", "status": 429, "headers": headers})
+        await send({"type": "http.response.body", "body": _FULL})
 
 
 class LimitBodies:

@@ -8,12 +8,13 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from capibara.data import decode_stream
-from capibara.serve.http.access import Keys, RefuseWhenFull
+from capibara.serve.http.access import RefuseWhenFull
 from capibara.serve.http.answers import answer, chat_form, completion_form
 from capibara.serve.http.base import Salt, ServerSettings, base_app, check_model
 from capibara.serve.http.chat_page import add_page
 from capibara.serve.http.errors import ApiError
 from capibara.serve.http.fields import AdapterRequest, ChatRequest, CompletionRequest, called_tools
+from capibara.serve.http.keys import Keys
 from capibara.serve.http.metrics import Metrics
 from capibara.serve.http.responses import ResponsesRequest, rendered, respond
 from capibara.serve.http.tools import CallReader, calls_grammar, tool_form

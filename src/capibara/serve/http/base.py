@@ -18,9 +18,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from capibara.data import decode_stream
-from capibara.serve.http.access import CheckHost, Keys, LimitBodies
+from capibara.serve.http.access import CheckHost, LimitBodies
 from capibara.serve.http.errors import ApiError, error_body, handle_errors
 from capibara.serve.http.fields import DetokenizeRequest, TokenizeRequest
+from capibara.serve.http.keys import Keys
 
 __all__ = ["Salt", "Served", "ServerSettings", "base_app", "check_model"]
 
@@ -40,7 +41,7 @@ class ServerSettings:
       temperature: where a request has none.
       page: whether ``/`` is a page for the browser.
       load_adapters: whether who may ask may also load adapters, from folders of the server, and unload them.
-      hosts: the names that requests may have in ``Host``, as of :func:`~capibara.serve.http.access.host_names`, besides
+      hosts: the names that requests may have in ``Host``, as of :func:`~capibara.serve.http.names.host_names`, besides
         ``localhost`` and loopback addresses; ``None``: any. A server that needs no key, and that only this machine can
         reach, should have ``()``.
     """

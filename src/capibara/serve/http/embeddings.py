@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
+import logging
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,27 +16,35 @@ from fastapi import FastAPI, Request
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from capibara.errors import ConfigError
-from capibara.serve.embed import Embedder
-from capibara.serve.http.access import Keys, RefuseWhenFull
+from capibara.serve.embed import BatchShape, Embedder
+from capibara.serve.http.access import RefuseWhenFull
 from capibara.serve.http.answers import LOOK_S
 from capibara.serve.http.base import Salt, ServerSettings, base_app, check_model
 from capibara.serve.http.errors import ApiError
 from capibara.serve.http.fields import EmbeddingRequest
+from capibara.serve.http.keys import Keys
 from capibara.serve.requests import EngineClosedError, QueueFullError
 
 __all__ = ["EmbeddingService", "create_embedding_app"]
 
 _MOST_TEXTS = 2048  # of one request, as OpenAI has it
 _BATCH_TOKENS = 4096
+_BATCH_S = (
+    1.0  # of a batch at most, so that health, which counts batches, can tell a slow model from one that hangs
+)
 
 
 class EmbeddingService:
     """Makes vectors for many clients, one request after another.
 
+    No request waits for a program to be compiled: a batch of a new shape is computed in parts, by programs that are
+    there, while its own is compiled beside for the next one.
+
     Args:
       embedder: the model. name: what clients call it.
       max_waiting, max_waiting_tokens: requests, and tokens of their texts, that may wait.
-      warm: compile the programs of single texts of all lengths, and of a full batch, now.
+      warm: compile the programs of single texts of all lengths, and of a full batch, now. Without them each is compiled
+        by the first request that needs it.
     """
 
     def __init__(
@@ -56,6 +66,9 @@ class EmbeddingService:
         self._closed = False
         self._progress_at = time.monotonic()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="capibara-embeddings")
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="capibara-embeddings-compiling")
+        self._asked_for: set[BatchShape] = set()
+        self._warm, self._batch_tokens = warm, _BATCH_TOKENS
         if warm:
             size = 1
             while size < embedder.max_length:
@@ -63,7 +76,12 @@ class EmbeddingService:
                 size *= 2
             whole = [[0] * embedder.max_length]
             embedder.embed_tokens(whole)
-            embedder.embed_tokens(whole * max(1, _BATCH_TOKENS // embedder.max_length))
+            begun = time.monotonic()
+            embedder.embed_tokens(whole)
+            most = int(_BATCH_S / max(time.monotonic() - begun, 1e-6))
+            rows = max(1, min(most, _BATCH_TOKENS // embedder.max_length))
+            self._batch_tokens = rows * embedder.max_length
+            embedder.embed_tokens(whole * rows, batch_tokens=self._batch_tokens)
 
     @property
     def name(self) -> str:
@@ -139,12 +157,31 @@ class EmbeddingService:
                 raise ApiError(499, "the client has gone")
 
         progress(0)
-        return self._embedder.embed_tokens(rows, batch_tokens=_BATCH_TOKENS, progress=progress)
+        missing = self._compile_beside if self._warm else None
+        return self._embedder.embed_tokens(
+            rows, batch_tokens=self._batch_tokens, progress=progress, missing=missing
+        )
+
+    def _compile_beside(self, shape: BatchShape) -> None:
+        if shape in self._asked_for or self._closed:
+            return
+        self._asked_for.add(shape)
+
+        def compile_one() -> None:
+            try:
+                self._embedder.compile(shape)
+            except Exception as error:
+                # Such batches go on being computed in parts.
+                logging.getLogger(__name__).warning("a program for vectors was not compiled: %s", error)
+
+        with contextlib.suppress(RuntimeError):  # the service was closed just now
+            self._compiling.submit(compile_one)
 
     def close(self) -> None:
         """Take no more requests, and finish those that wait."""
         self._closed = True
         self._pool.shutdown()
+        self._compiling.shutdown(cancel_futures=True)  # a process that ends while XLA compiles is aborted
 
 
 async def _while_connected(http: Request, service: EmbeddingService, rows: list[list[int]]) -> np.ndarray:
