@@ -267,7 +267,9 @@ def _of_stages(config: ModularModelConfig, layout: Layout, target: Target) -> Es
     head = 2 * m.embed_dim * m.vocab_size * tokens / model  # forward
     scored = (2 if frozen else 3) * head
     compute = found.compute - others * scored / peak
-    memory = found.memory - found.update - others * _LOSS_PASSES * tokens * m.vocab_size / model * 4 / bandwidth
+    memory = (
+        found.memory - found.update - others * _LOSS_PASSES * tokens * m.vocab_size / model * 4 / bandwidth
+    )
     # Besides what its rematerialisation repeats, a stage's forward pass is repeated as a whole.
     compute += (step_flops(one, training=False) / inner.num_devices - head) / peak
     memory += _PASSES / 3 * tokens * (one.model.num_layers * m.embed_dim) * 2 / bandwidth

@@ -230,8 +230,8 @@ def _kind(one: Compiled) -> tuple[object, str]:
 def _first(waiting: Mapping[Layout, Rough], most: int) -> list[Layout]:
     """What is compiled before the rough order is believed: one layout of each mesh and of each rematerialisation.
 
-    With and without stages, and with and without a divided sequence, rough figures have little in common: so first one of
-    each of these.
+    With and without stages, and with and without a divided sequence, rough figures have little in common: so first one
+    of each of these.
     """
     ordered = sorted(waiting, key=lambda k: waiting[k].seconds)
     near = [k for k in ordered if waiting[k].seconds <= _FAR * waiting[ordered[0]].seconds]
