@@ -158,6 +158,7 @@ def test_what_the_compiled_kernels_take() -> None:
         ("int8", (100, -3, 120), (100, 0, 120)),  # a limit of 300 rows would not fit into 8 bits
         ("uint8", (200, 0, 250), (200, 0, 100)),
         ("uint32", (40, 3_000_000_000, 7), (40, 260, 0)),  # negative as int32
+        ("int32", (40, 2_147_483_647, 2_147_483_647), (40, 260, 0)),  # their sum does not fit
     ],
 )
 def test_sizes_of_any_integers(

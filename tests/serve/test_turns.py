@@ -80,6 +80,20 @@ def test_what_would_wait_too_long_is_refused_at_once(monkeypatch: pytest.MonkeyP
             assert sum(len(piece.tokens) for piece in stream) == 2
 
 
+def test_requests_that_find_free_places_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ModularCapibaraModel(ModularModelConfig.from_dict({}, SMALL | KINDS["grouped"] | SETTINGS))
+    sizes: dict[str, Any] = {"max_batch": 2, "page_size": 4, "prefill_tokens": 8, "prefill_chunks": 2}
+    with Engine(model, warm=False, max_wait_s=1.5, **sizes) as engine:
+        list(engine.submit(Request(**ASKED)))
+        monkeypatch.setattr(engine._turns, "_held", [10.0])  # far longer than a request may wait
+        # As many as there are places, though those that come first run in none yet.
+        streams = engine.submit_all([Request(**ASKED)] * 2)
+        assert [sum(len(piece.tokens) for piece in stream) for stream in streams] == [2, 2]
+        monkeypatch.setattr(engine._turns, "_held", [10.0])
+        with pytest.raises(QueueFullError, match=r"wait about 5\.0 s for its turn, expected at most 1\.5 s"):
+            engine.submit_all([Request(**ASKED)] * 3)
+
+
 @pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), "1"])
 def test_a_wrong_limit(wrong: Any) -> None:
     model = ModularCapibaraModel(ModularModelConfig.from_dict({}, SMALL | KINDS["grouped"] | SETTINGS))

@@ -68,7 +68,9 @@ def in_32_bits(problem: GroupedProblem, sizes: jax.Array) -> jax.Array:
 
 def bounds(problem: GroupedProblem, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The first row of each group, and the row after its last one."""
-    ends = jnp.minimum(jnp.cumsum(jnp.maximum(in_32_bits(problem, sizes), 0)), problem.rows)
+    # Each at most all rows: sums of larger ones would not fit into 32 bits.
+    counts = jnp.clip(in_32_bits(problem, sizes), 0, problem.rows)
+    ends = jnp.minimum(jnp.cumsum(counts), problem.rows)
     return jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]), ends
 
 

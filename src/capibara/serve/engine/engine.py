@@ -405,7 +405,9 @@ class Engine:
     def _wait_s(self, ahead: int) -> float:
         """Seconds that a request waits for its turn, with so many before it."""
         running = len(self._running)
-        return 0.0 if not ahead and running < self._max_batch else self._turns.wait_s(ahead, running)
+        # Free places go to those before it, which the next steps take in; without pages for the next, none is free.
+        free = max(0, self._max_batch - running) if self._has_pages() else 0
+        return 0.0 if ahead < free else self._turns.wait_s(ahead - free, running + free)
 
     def _check_wait(self, sequences: list[Sequence]) -> None:
         """Refuse requests that would not have their turn in time."""
@@ -631,10 +633,15 @@ class Engine:
         """Whether the next that waits may get pages and a slot when so many run, as far as is known."""
         if not self._waiting or running >= self._max_batch:
             return False
-        if running < len(self._running) or self._refused is None:
+        return running < len(self._running) or self._has_pages()
+
+    def _has_pages(self) -> bool:
+        """Whether the next that waits may get pages, as far as is known."""
+        refused, waiting = self._refused, self._waiting[:1]  # without the lock, others change both
+        if refused is None or not waiting:
             return True
-        sequence, free = self._refused
-        return self._waiting[0][1] is not sequence or self._pool.available > free
+        sequence, free = refused
+        return waiting[0][1] is not sequence or self._pool.available > free
 
     def _reach(self, sequence: Sequence, length: int) -> bool:
         """Pages for so many tokens, which others or it itself give back where there are none; whether it has them."""
