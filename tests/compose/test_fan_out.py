@@ -27,14 +27,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from capibara.core import ModularCapibaraModel
 from capibara.plan.program import read_program
+from closeness import far
 from small_models import quick_jit, small_config, small_params, small_tokens
 import capibara.compose.physical.pipeline as pipeline
-
-def far(ours, theirs):
-    def one(a, b):
-        a, b = np.asarray(a, "float64"), np.asarray(b, "float64")
-        return float(np.max(np.abs(a - b)) / max(1.0, np.max(np.abs(b))))
-    return max(jax.tree.leaves(jax.tree.map(one, ours, theirs)))
 
 axes, changes = json.loads(sys.argv[1])
 mesh = Mesh(np.array(jax.devices()).reshape(*axes.values()), tuple(axes))
@@ -106,6 +101,70 @@ def test_gradients_of_what_several_products_read_are_exchanged_once(
     rows = ROWS // axes.get("data", axes.get("fsdp", 1))
     less = found["plain"]["exchanged"] - found["marked"]["exchanged"]
     assert less == fewer * LAYERS * rows * LENGTH * WIDTH * 4
+
+
+ELSEWHERE = """
+import json, warnings
+warnings.simplefilter("error")
+import jax, numpy as np
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec as P
+from capibara import compose as ml
+from capibara.compose.precision import Precision
+from capibara.config.axes import AxisRules
+from closeness import far
+
+def model():
+    inner = ml.Model()
+    inner.add_input("x", ("batch", "sequence", 16), "float", ("batch", "sequence", "embed"))
+    inner |= ml.Linear(8, False, axes=("embed", "mlp"))(input="x", output="left")
+    inner |= ml.Linear(12, False, axes=("embed", "mlp"))(input="x", output="right")
+    inner.expose("left", "right")
+    return inner
+
+x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6, 16)), jnp.float32)
+one = ml.compile(model(), ml.JaxBackend())
+params = one.randomize_params(seed=0)
+
+def gradient(compiled):
+    def score(params, x):
+        y = compiled.apply(params, {"x": x})
+        return jnp.sum(jnp.sin(y["left"].astype("float32"))) + jnp.sum(jnp.cos(y["right"].astype("float32")))
+    return jax.grad(score, argnums=(0, 1))
+
+want, out = jax.jit(gradient(one))(params, x), {}
+def study(name, run, *arrays):
+    out[name] = far(jax.jit(run)(*arrays), want)
+
+def mesh(second="model"):
+    return Mesh(np.array(jax.devices()).reshape(2, 2), ("data", second))
+
+def on(device_mesh, **options):
+    compiled = ml.compile(model(), ml.JaxBackend(device_mesh=device_mesh, **options))
+    assert "fan_out" in compiled.source
+    return gradient(compiled)
+
+study("automatic axes", on(mesh()), params, x)
+columns = {**AxisRules().activations, "mlp": ("columns",)}
+study("own rules", on(mesh("columns"), rules=AxisRules(activations=columns)), params, x)
+half = Precision(compute="bfloat16", exchange="compute")
+study("16 bits", on(mesh(), policy=half), params, x)
+inside = jax.shard_map(
+    lambda p, x: jax.tree.map(lambda g: g[None], on(mesh())(p, x)), mesh=mesh(), axis_names={"data"},
+    in_specs=(P(), P("data")), out_specs=P("data"), check_vma=False)
+parts = jax.jit(inside)(params, x)
+out["inside of shard_map"] = far(
+    (jax.tree.map(lambda g: g.sum(0), parts[0]), parts[1].reshape(x.shape)), want)
+print("RESULT" + json.dumps(out))
+"""
+
+
+def test_other_meshes_rules_and_dtypes() -> None:
+    found = run_apart(ELSEWHERE, XLA_FLAGS=emulated(4))
+    assert len(found) == 4
+    assert found.pop("16 bits") < 0.02
+    for case, far in found.items():
+        assert far < 1e-5, case
 
 
 def test_nothing_is_marked_where_nothing_is_exchanged() -> None:

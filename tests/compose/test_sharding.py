@@ -21,6 +21,7 @@ import jax, numpy as np
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import sharded_models
+from closeness import far
 from capibara import compose as ml
 
 MODELS = {"mlp": sharded_models.mlp, "block": sharded_models.block}
@@ -34,12 +35,6 @@ def values(name, batch):
 def text(tree):
     return {jax.tree_util.keystr(p): str(v.spec if hasattr(v, "spec") else v.sharding.spec)
             for p, v in jax.tree_util.tree_leaves_with_path(tree)}
-
-def far(ours, theirs):
-    def one(a, b):
-        a, b = np.asarray(a), np.asarray(b)
-        return float(np.max(np.abs(a - b)) / max(1.0, np.max(np.abs(b))))
-    return max(jax.tree.leaves(jax.tree.map(one, ours, theirs)))
 """
 
 EMULATED = """

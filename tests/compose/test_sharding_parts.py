@@ -72,16 +72,11 @@ import jax, numpy as np
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import sharded_models
+from closeness import far
 from capibara import compose as ml
 from capibara.core import ModularCapibaraModel
 from capibara.ops import explain
 from small_models import FLOAT64, quick_jit, small_config, small_params, small_tokens
-
-def far(ours, theirs):
-    def one(a, b):
-        a, b = np.asarray(a, "float64"), np.asarray(b, "float64")
-        return float(np.max(np.abs(a - b)) / max(1.0, np.max(np.abs(b))))
-    return max(jax.tree.leaves(jax.tree.map(one, ours, theirs)))
 """
 
 DECODERS = """

@@ -74,6 +74,7 @@ def test_what_would_wait_too_long_is_refused_at_once(monkeypatch: pytest.MonkeyP
             # Before those that wait.
             streams.append(engine.submit(Request(**ASKED, priority=-1, deadline_s=60.0)))
             assert engine.statistics().waiting == 3
+            assert engine.full_for_s() == 0  # of the next one that is as urgent
         finally:
             go.set()
         for stream in streams:

@@ -22,8 +22,9 @@ class Precision:
         accumulate: dtype in which products are summed, and in which normalisation and softmax are computed.
         exchange: which of these dtypes the devices' parts of the gradient of a linear layer's weight have while a mesh
             sums them: ``"accumulate"``, or ``"compute"``, which halves what is exchanged where that has 16 bits. Each
-            part is rounded to it before the sum rather than the sum after it. Other parameters, such as embeddings,
-            norms and experts, are not concerned.
+            part is rounded to it before the sum rather than the sum after it. So is the gradient of what such layers
+            read, where a mesh divides their outputs. Other parameters, such as embeddings, norms and experts, are not
+            concerned.
     """
 
     param: str = "float32"

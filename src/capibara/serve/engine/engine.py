@@ -395,12 +395,14 @@ class Engine:
     def full_for_s(self) -> float:
         """Seconds until a request may be taken: see the protocol."""
         # Without the lock, which the thread of the steps holds now and then: a request more or less does no harm.
-        waiting = len(self._waiting)
-        if waiting >= self._max_waiting:
+        waiting = self._waiting[:]
+        if len(waiting) >= self._max_waiting:
             return self._until_room()
         if self._max_wait_s is None:
             return 0.0
-        return max(0.0, self._wait_s(waiting) - self._max_wait_s)
+        # A request whose priority is not known yet may pass by all that are less urgent than the first.
+        ahead = sum(order[0] == waiting[0][0][0] for order, _ in waiting)
+        return max(0.0, self._wait_s(ahead) - self._max_wait_s)
 
     def _wait_s(self, ahead: int) -> float:
         """Seconds that a request waits for its turn, with so many before it."""

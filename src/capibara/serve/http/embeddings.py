@@ -29,9 +29,8 @@ __all__ = ["EmbeddingService", "create_embedding_app"]
 
 _MOST_TEXTS = 2048  # of one request, as OpenAI has it
 _BATCH_TOKENS = 4096
-_BATCH_S = (
-    1.0  # of a batch at most, so that health, which counts batches, can tell a slow model from one that hangs
-)
+# Of a batch at most, so that health, which counts batches, can tell a slow model from one that hangs.
+_BATCH_S = 1.0
 
 
 class EmbeddingService:
