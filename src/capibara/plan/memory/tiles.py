@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["padded_bytes", "padded_rows"]
+__all__ = ["LANES", "padded_bytes", "padded_rows"]
 
-_LANES = 128
+LANES = 128
+"""Elements of a row of a tile."""
 _ROWS = 8
 _SMALLEST = 512
 
@@ -32,12 +33,12 @@ def padded_bytes(shape: Sequence[int], item_size: int) -> int:
         return _SMALLEST
     if len(sizes) == 1:
         # One line of an array is padded to 128 numbers; a vector longer than a tile, to whole tiles.
-        line = _LANES * max(1, 4 // item_size)
+        line = LANES * max(1, 4 // item_size)
         unit = line * _ROWS if len(shape) == 1 and sizes[0] > line * _ROWS else line
         return _whole(_up(sizes[0], unit) * item_size)
     count = math.prod(sizes)
     least = min(
-        count // (sizes[i] * sizes[j]) * _up(sizes[i], _LANES) * _rows(sizes[j])
+        count // (sizes[i] * sizes[j]) * _up(sizes[i], LANES) * _rows(sizes[j])
         for i in range(len(sizes))
         for j in range(len(sizes))
         if i != j
@@ -48,7 +49,7 @@ def padded_bytes(shape: Sequence[int], item_size: int) -> int:
 def padded_rows(shape: tuple[int, ...], item_size: int) -> int:
     """Bytes of a matrix whose rows lie in tiles one after another, whatever padding that needs."""
     *outer, rows, columns = shape
-    return _whole(math.prod(outer) * _rows(rows) * _up(columns, _LANES) * item_size)
+    return _whole(math.prod(outer) * _rows(rows) * _up(columns, LANES) * item_size)
 
 
 def _up(size: int, unit: int) -> int:

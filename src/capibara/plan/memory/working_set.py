@@ -48,7 +48,7 @@ from capibara.plan.memory.kept import (
     scanned_states,
     turns_of,
 )
-from capibara.plan.memory.tiles import padded_rows
+from capibara.plan.memory.tiles import LANES, padded_rows
 from capibara.plan.memory.widths import Widths
 from capibara.plan.targets import Target
 from capibara.sharding import Layout
@@ -87,6 +87,9 @@ _CHUNKS = 32
 _SUMS = 1
 # Where the gradient of the head's table is left for the end: that and the logits', in float32, wait in the loop.
 _ALIVE_LATE = (2.0, 2.0)
+# That gradient, summed over microbatches beside a block's backward pass, where a device's part of it is no whole tiles:
+# it is summed as a whole, and cut then.
+_ALIVE_SLICED = 1.9
 # Of a plain feed-forward layer, in the counts of a gated one.
 _PLAIN = 0.67
 # Vocabulary tables that are on their way where collectives run inside of fusions: of a head of its own, or of one that
@@ -163,6 +166,7 @@ def working_set(
     stream, inner, words, matrices, tables = _alive(layout, target, w)
     chunks = _in_chunks(config, w)
     whole = not chunks and not frozen and not _shards_vocab(layout)
+    lanes = _scatters_lanes(layout, w)
     ahead = not chunks and not frozen and _gathers_ahead(layout, target)
     if chunks:
         # The logits of one chunk, and the gradient of the table, which is a sum over chunks; in rows, so that it is
@@ -188,14 +192,16 @@ def working_set(
     else:
         # In the compute dtype and, where that is another one, in that of accumulation.
         scores = logits if w.one_dtype else logits + logits * w.accumulate // w.compute
-        if whole and _waits(config, layout, target):
+        if lanes is False and _sums_head(config, layout, target):
+            words, tables = 0.0, max(tables, _ALIVE_SLICED)
+        elif whole and _waits(config, layout, target):
             words, tables = max(words, _ALIVE_LATE[0]), max(tables, _ALIVE_LATE[1])
     if frozen:
         matrices = _FROZEN if config.finetune.base == "none" else 0.0
         tables = 1.0 if chunks else 0.0
     loss = scores + table + 2 * w.values(w.stream)
     if _sums_head(config, layout, target) and not chunks:
-        loss += logits + table * w.accumulate // w.compute
+        loss += {None: logits + 2 * table, True: 2 * table, False: table}[lanes]
     elif whole and not ahead and layout.parameters == "sharded" and _sums_beside(layout):
         # In place of the gathered table.
         loss += table * w.accumulate // w.compute - table
@@ -355,15 +361,23 @@ def _alive(layout: Layout, target: Target, w: Widths) -> tuple[float, float, flo
 
 
 def _sums_head(config: ModularModelConfig, layout: Layout, target: Target) -> bool:
-    """Whether the gradient of the head's table (in the accumulation dtype) and the derivative of the logits are there
-    beside the logits.
+    """Whether the gradient of the head's table (in the accumulation dtype) is beside the logits, or beside a block.
 
-    The TPU compiler has them so where matrix products are kept and the gradient, which is not also the lookup's, is
-    summed over microbatches.
+    The TPU compiler has it so where matrix products are kept and the gradient, which is not also the lookup's, is
+    summed over microbatches: if it can scatter it (:func:`_scatters_lanes`) beside the logits, else beside a block.
+    Found by schedules of 25 programs (v4, v5e, v5p, v6e; streams of 2048 to 5120 wide, 2048 to 6144 tokens).
     """
     own = not config.model.tie_embeddings and config.finetune.method == "full"
     summed = layout.microbatches > 1 and layout.remat == "dots" and not _shards_vocab(layout)
     return own and summed and target.platform != "cuda"
+
+
+def _scatters_lanes(layout: Layout, w: Widths) -> bool | None:
+    """Whether a device's part of what is sharded over the stream's width is whole tiles; None: nothing is sharded."""
+    parts = layout.axis_sizes.get("data", 1) * layout.axis_sizes.get("fsdp", 1)
+    if layout.parameters != "sharded" or parts == 1:
+        return None
+    return w.stream % (parts * LANES) == 0
 
 
 def _sums_beside(layout: Layout) -> bool:
