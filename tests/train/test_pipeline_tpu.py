@@ -26,7 +26,8 @@ for count in (4, 12):
     compiled = lower_train_step(mesh, config=config.to_dict(), layout=layout.to_json()).lowered.compile()
     text = compiled.as_text()
     out[count] = {"temporary": compiled.memory_analysis().temp_size_in_bytes,
-                  "permutes": text.count(" collective-permute-start("), "kernels": text.count("tpu_custom_call")}
+                  "permutes": text.count(" collective-permute-start("), "kernels": text.count("tpu_custom_call"),
+                  "scattered": text.count(" reduce-scatter("), "joined": text.count("/all_gather")}
 print(json.dumps(out))
 """
 
@@ -36,7 +37,11 @@ print(json.dumps(out))
 def test_stages_send_asynchronously_and_memory_does_not_grow() -> None:
     found = ask(PROGRAM)
     few, many = found["4"], found["12"]
-    assert few["permutes"] >= 2  # activations forward, their gradients back
+    # Activations forward, their gradients back; and of the last stage's outputs a part to each stage, and back.
+    assert few["permutes"] >= 4
+    assert (
+        few["scattered"] == few["joined"] == 0
+    )  # for these every chip would have the rows of all along ``data``
     assert few["kernels"] > 0  # attention on each chip's part
     stage_input = 4 * 512 * 256 * 2  # rows of a chip × positions × width, bfloat16
     assert abs(many["temporary"] - few["temporary"]) < 2 * stage_input

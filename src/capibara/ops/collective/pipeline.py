@@ -268,12 +268,13 @@ class _Run:
         positions = y.shape[1]
         if positions % self.stages:
             return y, targets, False
-        # What is 0 on all devices but one is scattered by their sum; in float32, as XLA for CPUs has no sum over a
-        # part of the mesh in bfloat16.
-        last = self.here == self.stages - 1
-        wide = jnp.where(last, y, 0).astype(jnp.promote_types(y.dtype, jnp.float32))
-        part = lax.psum_scatter(wide, self.axis, scatter_dimension=1, tiled=True).astype(y.dtype)
-        size = positions // self.stages
+        # Part by part: for a sum or a gather along this axis XLA's TPU compiler first gathers the rows of all devices
+        # along the others (in float32 for a sum, as XLA for CPUs has none over a part of the mesh in bfloat16).
+        last, size = self.stages - 1, positions // self.stages
+        *others, part = jnp.split(y, self.stages, axis=1)
+        for i, each in enumerate(others):
+            part = jnp.where(self.here == i, lax.ppermute(each, self.axis, [(last, i)]), part)
+        part = self.p.place("x", part)
         own = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, self.here * size, size, 1), targets)
         return part, own, True
 
@@ -306,8 +307,13 @@ class _Run:
         if not divided:
             of_outer = _where(last, of_outer, jax.tree.map(jnp.zeros_like, of_outer))
             return total, scores, of_outer, of_part
-        whole = self.p.place("x", lax.all_gather(of_part, self.axis, axis=1, tiled=True))
-        return total, scores, of_outer, whole
+        return total, scores, of_outer, self._joined(of_part)
+
+    def _joined(self, part: Any) -> Any:
+        """For the last stage all positions, from each device's part of them."""
+        last = self.stages - 1
+        parts = [lax.ppermute(part, self.axis, [(i, last)]) for i in range(last)]
+        return self.p.place("x", jnp.concatenate([*parts, part], axis=1))
 
     def _scores(self, x: Any) -> dict[str, Any]:
         """Where scores are added up, before the first one."""

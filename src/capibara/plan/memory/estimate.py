@@ -7,7 +7,7 @@ in addition, the memory peak of the step (modelled, see :mod:`capibara.plan.memo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from capibara.config import ModularModelConfig
@@ -118,7 +118,7 @@ def estimate_memory(config: ModularModelConfig, layout: Layout, target: Target) 
             f"layout: the mesh {dict(layout.mesh)} has {layout.num_devices} devices, but {target} has "
             f"{target.num_devices}"
         )
-    inputs, stages = kept_inputs(layout), layout.stages
+    inputs = kept_inputs(layout)
     config, layout = stage_of(config, layout)
     rows, left = divmod(config.train.batch_size, layout.microbatches)
     if left:
@@ -127,38 +127,20 @@ def estimate_memory(config: ModularModelConfig, layout: Layout, target: Target) 
         )
     arguments = step_arguments(config, layout)
     w = widths(config, layout, rows)
-    if inputs and layout.remat == "none":
-        # In a stage, the compiler shards what is as wide as the residual stream over ``model``, too.
-        w = replace(w, stream_parts=layout.axis_sizes.get("model", 1))
     need = working_set(config, layout, target, w, arguments)
-    if stages > 1:
-        need = replace(need, loss=max(need.loss, _outputs_of_stages(config, stages, rows, w)))
     moment, gradients, activations, temporaries = need.fullest
     by_kind = _by_kind(arguments, padded=target.pads_to_tiles)
     return MemoryEstimate(
         parameters=by_kind["parameters"],
         optimizer=by_kind["optimizer"],
         gradients=gradients,
-        activations=activations + inputs * w.values(w.stream) // w.stream_parts,
+        activations=activations + inputs * w.values(w.stream),
         temporaries=temporaries + _scores_of_ring(config, layout, w),
         padding=by_kind["padding"],
         inputs=by_kind["inputs"],
         model_state=by_kind["model state"],
         moment=moment,
     )
-
-
-def _outputs_of_stages(config: ModularModelConfig, stages: int, rows: int, w: Widths) -> int:
-    """Bytes at the loss of a pipeline: the last stage's output, whose positions are divided among all stages.
-
-    It is scattered in float32, and the compiler gathers the rows of all devices along ``data`` for that (libtpu
-    0.0.42.1); beside it are the device's own positions and the gradient of the head's table.
-    """
-    length = config.train.sequence_length
-    if length % stages:
-        return 0
-    every = rows * length * w.stream * max(4, w.accumulate)
-    return every + every // stages + w.words * w.stream * w.accumulate
 
 
 def _scores_of_ring(config: ModularModelConfig, layout: Layout, w: Widths) -> int:

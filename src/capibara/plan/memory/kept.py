@@ -160,4 +160,4 @@ def _normalised(m: ModelSection, w: Widths) -> int:
     norms = (1 if m.mlp == "none" else 2) * (2 if m.norm_placement == "both" else 1)
     # In one dtype what is normalised is not a copy of what comes in.
     each = 5 * w.accumulate // 2 if w.one_dtype else 3 * w.accumulate + w.compute
-    return w.tokens * w.stream // w.stream_parts * norms * each
+    return w.tokens * w.stream * norms * each

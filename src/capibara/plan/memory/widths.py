@@ -36,8 +36,7 @@ class Widths:
     """One device's share of the model's widths, and bytes a number.
 
     ``scan``: heads of a state-space block, channels a head, and states a channel. ``kept_products``: bytes a number of
-    matrix products whose results are kept for the backward pass; 0: those of the compute dtype. ``stream_parts``:
-    devices over which the compiler shards kept values that are as wide as the stream.
+    matrix products whose results are kept for the backward pass; 0: those of the compute dtype.
     """
 
     tokens: int
@@ -53,7 +52,6 @@ class Widths:
     mixture: Mixture | None = None
     scan: tuple[int, int, int] = (0, 0, 0)
     kept_products: int = 0
-    stream_parts: int = 1
 
     @property
     def one_dtype(self) -> bool:

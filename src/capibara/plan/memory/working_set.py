@@ -21,11 +21,11 @@ blocks are counted buffer by buffer, as the compiler's reports list them.
 
 The counts below are the numbers of such values that are live together. Those of stored values are the residuals that
 JAX's differentiation of a block saves. Those of a block's backward pass were fitted to the compiler's figures for the
-programs of ``benchmarks/plan_memory.py`` (libtpu 0.0.42), in three sets of four: one for all meshes and slices; one
-for a ``model`` axis with compiler flags that do not split products into windows, so that the derivative of the logits
-is not kept waiting; and one for v4 and v5e where more than 32 devices along ``data`` have fewer tokens each than the
-stream is wide: there the float32 gradients of all matrices of a block, and of the vocabulary's table, wait for an
-all-reduce at the end.
+programs of ``benchmarks/plan_memory.py`` (libtpu 0.0.42), in four sets: one for all meshes and slices; one for a
+``model`` axis; one for it with compiler flags that do not split products into windows, so that the derivative of the
+logits is not kept waiting; and one for v4 and v5e where more than 32 devices along ``data`` have fewer tokens each
+than the stream is wide: there the float32 gradients of all matrices of a block, and of the vocabulary's table, wait for
+an all-reduce at the end.
 
 Attention is assumed to run as a kernel that stores no scores, as in a step compiled for a mesh.
 
@@ -60,7 +60,8 @@ _MANY_DEVICES = 32
 # In one block's backward pass, at its fullest: values as wide as the stream and as the feed-forward layer; logits;
 # feed-forward matrices, and tables of the vocabulary, in the compute dtype (a gradient in float32 counts twice).
 _ALIVE = (10.5, 4.0, 1.4, 4.5, 0.0)
-_ALIVE_WHOLE = (11.0, 4.0, 0.0, 6.0, 0.0)
+_ALIVE_PARTS = (9.0, 4.0, 1.4, 4.5, 0.0)
+_ALIVE_WHOLE = (10.0, 4.0, 0.0, 6.0, 0.0)
 _ALIVE_DEFERRED = (4.0, 2.0, 2.0, 9.0, 2.0)
 # The same where the compute dtype is that of accumulation: what counts twice above counts once. From seven programs
 # (v4, v5e, v5p; on more than 32 devices from none).
@@ -349,13 +350,13 @@ def _in_chunks(config: ModularModelConfig, w: Widths) -> bool:
 
 def _alive(layout: Layout, target: Target, w: Widths) -> tuple[float, float, float, float, float]:
     """The counts of this layout."""
-    usual, whole, deferred = (
-        (_ALIVE_ONE, _ALIVE_ONE_WHOLE, _ALIVE_ONE_DEFERRED)
+    usual, parts, whole, deferred = (
+        (_ALIVE_ONE, _ALIVE_ONE, _ALIVE_ONE_WHOLE, _ALIVE_ONE_DEFERRED)
         if w.one_dtype
-        else (_ALIVE, _ALIVE_WHOLE, _ALIVE_DEFERRED)
+        else (_ALIVE, _ALIVE_PARTS, _ALIVE_WHOLE, _ALIVE_DEFERRED)
     )
     if _shards_vocab(layout):
-        return whole if _whole_products(layout) else usual
+        return whole if _whole_products(layout) else parts
     few = w.tokens < w.stream and layout.num_devices > _MANY_DEVICES
     return deferred if few and _late(layout, target) else usual
 
