@@ -34,7 +34,16 @@ from capibara.sharding import WHOLE_PRODUCTS as _WHOLE_PRODUCTS
 from capibara.sharding import Links
 from capibara.sharding.communication import flags_of, whole_products
 
-__all__ = ["ASYNCHRONOUS", "GENERATIONS", "LIMIT", "WHOLE_PRODUCTS", "Slice", "limit_option", "parse_slice"]
+__all__ = [
+    "ASYNCHRONOUS",
+    "GENERATIONS",
+    "LIMIT",
+    "WHOLE_PRODUCTS",
+    "Slice",
+    "limit_option",
+    "parse_slice",
+    "views_of",
+]
 
 View = Literal["chip", "core"]
 
@@ -297,12 +306,15 @@ def parse_slice(text: str | Slice, view: str | None = None, *, rented: bool = Tr
     return _slice(generation, shape, view)
 
 
+def views_of(generation: str) -> tuple[View, ...]:
+    """What JAX may show as a device, the usual one first."""
+    return ("chip", "core") if generation == "v4" else ("core",) if generation == "v7x" else ("chip",)
+
+
 def _slice(generation: str, shape: tuple[int, ...], view: str | None) -> Slice:
     chip = get_chip(f"tpu-{generation}")
     _check_size(generation, shape)
-    views: tuple[View, ...] = (
-        ("chip", "core") if generation == "v4" else ("core",) if generation == "v7x" else ("chip",)
-    )
+    views = views_of(generation)
     if view is None:
         return Slice(generation, shape, views[0])
     if view not in ("chip", "core"):
