@@ -17,10 +17,13 @@ from capibara.config import ModularModelConfig
 from capibara.config.axes import AxisRules
 from capibara.core import ModularCapibaraModel
 from capibara.errors import ConfigError
-from capibara.plan import DoesNotFitError, plan
+from capibara.plan import DoesNotFitError, parse_slice, plan
 from capibara.plan.candidate import Candidate
+from capibara.plan.memory import estimate_memory
+from capibara.plan.search.analytic import estimate_time
 from capibara.plan.sharding import ShardingStrategy, create_training_mesh, optimize_sharding_strategy
 from capibara.plan.validation import MeshSizes
+from capibara.sharding import Layout
 
 GIB = 2**30
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -342,3 +345,56 @@ def test_a_training_mesh_of_one_device_needs_no_axes() -> None:
     assert found.layout.mesh == (("data", 1), ("model", 1))
     assert found.communication_seconds == 0
     assert not found.alternatives
+
+
+# ---- parameters over ``fsdp`` alone, copies of them over ``data`` --------------------------------------------------
+
+V4 = parse_slice("v4:2x4x4")
+
+
+def over(data: int, fsdp: int = 0, **more: Any) -> Layout:
+    mesh = (("data", data), *((("fsdp", fsdp),) if fsdp else ()), ("model", 1))
+    return Layout(mesh=mesh, **more)
+
+
+def ring(size: float, devices: int) -> float:
+    """Seconds of a gather around a ring of v4's links, both ways; two neighbours have one link."""
+    links = 45e9 * min(devices - 1, 2)
+    return size * (devices - 1) / devices / links if devices > 1 else 0.0
+
+
+def test_gradients_are_reduced_over_copies_by_hand() -> None:
+    model = model_of("1.2 billion")
+    count = sum(math.prod(spec.sizes({}, "")) for spec in model.compiled.params.values())
+    for data, fsdp in ((4, 8), (16, 2), (2, 16)):
+        found = estimate_time(model.config, over(data, fsdp), V4)
+        gathers = 2 * 0.4 * ring(count * 2, fsdp)  # in bfloat16, most of it behind the neighbouring layers
+        gradients = ring(count * 4, fsdp) + 2 * ring(count / fsdp * 4, data)
+        assert found.communication == pytest.approx(gathers + gradients)
+        assert estimate_memory(model.config, over(data, fsdp), V4).parameters == count * 4 / fsdp
+        whole = estimate_time(model.config, over(32), V4)
+        assert found.compute == whole.compute
+
+
+def test_an_fsdp_axis_without_copies_is_a_data_axis() -> None:
+    config = model_of("1.2 billion").config
+    for more in ({}, {"parameters": "replicated"}, {"parameters": "replicated", "optimizer": "sharded"}):
+        one, other = over(32, **more), over(1, 32, **more)
+        assert estimate_time(config, one, V4) == estimate_time(config, other, V4)
+        assert estimate_memory(config, one, V4) == estimate_memory(config, other, V4)
+    whole = over(4, 8, parameters="replicated")
+    assert estimate_time(config, whole, V4) == estimate_time(config, over(32, parameters="replicated"), V4)
+
+
+def test_gradients_that_wait_are_whole_once() -> None:
+    """Of two kinds of blocks, those of a turn wait to be reduced: each whole, however it is stored."""
+    config = ModularModelConfig.from_toml(
+        "production/tpu_v4",
+        {"model.pattern": ["local", "attention"], "model.window": 1024, "train.batch_size": 32},
+    )
+    full, part = (estimate_memory(config, layout, V4) for layout in (over(32), over(4, 8)))
+    assert full.temporaries is not None
+    assert part.temporaries is not None
+    # Beside them the parts of parameters in bfloat16.
+    copies = (part.parameters - full.parameters) / 2
+    assert part.temporaries - full.temporaries <= copies
