@@ -165,6 +165,26 @@ def test_the_smallest_strategy_is_plans_smallest(name: str, mesh: str) -> None:
     assert strategy_of(model_of(name), mesh, memory_limit_gb=least / GIB).memory.total == least
 
 
+@pytest.mark.parametrize(("chip", "grid"), [("tpu-v5p", "v5p:2x2x2"), ("h100-sxm", "h100:8")])
+def test_other_chips_have_the_estimates_of_their_plans(chip: str, grid: str) -> None:
+    found = strategy_of(model_of("1.2 billion, 32 rows"), "data 8", chip=chip)
+    (same,) = [c for c in picks("1.2 billion, 32 rows", grid) if c.layout == found.layout]
+    assert found.memory.total == same.hbm_bytes
+    assert found.step_seconds == pytest.approx(same.step_seconds)
+
+
+def test_adapters_alone_have_gradients_and_moments() -> None:
+    model = ModularCapibaraModel(
+        ModularModelConfig.from_toml("production/tpu_v4", {"model.num_layers": 2, "finetune.method": "lora"})
+    )
+    found = optimize_sharding_strategy(model, (256, 2048), (4, 8))
+    trained = {a.path for a in found if a.state_bytes_per_device > a.bytes_per_device}
+    assert trained == {a.path for a in found if "lora" in a.path}
+    assert found.memory.optimizer == pytest.approx(
+        2 * sum(a.bytes_per_device for a in found if a.path in trained), abs=8
+    )
+
+
 def test_what_plan_refuses_is_refused_with_remedies_that_hold() -> None:
     model = model_of("7 billion")
     assert isinstance(picks("7 billion", "v4:2x2x2"), str)

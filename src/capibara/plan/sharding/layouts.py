@@ -24,7 +24,7 @@ from capibara.hardware import Chip
 from capibara.plan.gpus import COUNTS, GPUS, GpuHost
 from capibara.plan.grids import DIMENSIONS
 from capibara.plan.memory import MemoryEstimate, estimate_memory
-from capibara.plan.memory.arguments import item_size, step_arguments
+from capibara.plan.memory.arguments import item_size, step_arguments, step_gradients
 from capibara.plan.search.analytic import estimate_time
 from capibara.plan.search.space import can_have_ring, stage_counts
 from capibara.plan.sharding.candidates import Candidate, Setting, cut_of, priced
@@ -114,14 +114,15 @@ class Placed:
         ring = _RINGS if "context" in self.layout.axis_sizes else ()  # which shards positions
         batch = (*self.setting.batch, *(a for a in problem.links.sizes if a in ring))
         setting = Setting(batch, self.setting.tensor)
-        moments = dict.fromkeys((leaf.path for leaf in problem.leaves), 0.0)
-        for block in step_arguments(*stage_of(step.config, self.layout)):
-            if block.kind == "optimizer" and block.path in moments:
-                moments[block.path] += block.bytes * step.optimizer_share
+        config, layout = stage_of(step.config, self.layout)
+        kept: dict[tuple[str, tuple[str, ...]], float] = {}
+        for block in (*step_arguments(config, layout), *step_gradients(config, layout)):
+            kept[block.kind, block.path] = kept.get((block.kind, block.path), 0.0) + block.bytes
         return [
             replace(
                 priced(leaf, role, spec, cut_of(role, spec, setting), setting, problem.links, problem.work),
-                optimizer_bytes=moments[leaf.path],
+                gradient_bytes=kept.get(("gradients", leaf.path), 0.0),
+                optimizer_bytes=kept.get(("optimizer", leaf.path), 0.0) * step.optimizer_share,
             )
             for leaf, role, spec in zip(problem.leaves, problem.roles, self.specs, strict=True)
         ]
