@@ -168,7 +168,9 @@ def test_the_smallest_strategy_is_plans_smallest(name: str, mesh: str) -> None:
 @pytest.mark.parametrize(("chip", "grid"), [("tpu-v5p", "v5p:2x2x2"), ("h100-sxm", "h100:8")])
 def test_other_chips_have_the_estimates_of_their_plans(chip: str, grid: str) -> None:
     found = strategy_of(model_of("1.2 billion, 32 rows"), "data 8", chip=chip)
-    (same,) = [c for c in picks("1.2 billion, 32 rows", grid) if c.layout == found.layout]
+    every = picks("1.2 billion, 32 rows", grid)
+    assert not isinstance(every, str)
+    (same,) = [c for c in every if c.layout == found.layout]
     assert found.memory.total == same.hbm_bytes
     assert found.step_seconds == pytest.approx(same.step_seconds)
 
@@ -398,7 +400,12 @@ def test_gradients_are_reduced_over_copies_by_hand() -> None:
 
 def test_an_fsdp_axis_without_copies_is_a_data_axis() -> None:
     config = model_of("1.2 billion").config
-    for more in ({}, {"parameters": "replicated"}, {"parameters": "replicated", "optimizer": "sharded"}):
+    choices: list[dict[str, Any]] = [
+        {},
+        {"parameters": "replicated"},
+        {"parameters": "replicated", "optimizer": "sharded"},
+    ]
+    for more in choices:
         one, other = over(32, **more), over(1, 32, **more)
         assert estimate_time(config, one, V4) == estimate_time(config, other, V4)
         assert estimate_memory(config, one, V4) == estimate_memory(config, other, V4)
