@@ -12,7 +12,7 @@ import pytest
 from tpu_compiler import environment, needs_libtpu
 
 PROGRAM = """
-import json, warnings
+import json, pathlib, tempfile, warnings
 warnings.simplefilter("error")
 import jax, numpy as np
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from capibara.compose.physical.specs import nest
 from capibara.config import ModularModelConfig
 from capibara.config.axes import AxisRules
 from capibara.core import ModularCapibaraModel
+from capibara.plan.compiler.buffers import read_heap
 from capibara.plan.sharding import optimize_sharding_strategy
 
 BATCH, LENGTH = 64, 2048
@@ -39,24 +40,30 @@ def train(model, params, first, second, tokens):
     return params, first, second, value
 
 out = {}
-for name, settings in {
-    "throughput": {}, "rules": {"rules": AxisRules()}, "memory": {"optimization_target": "memory"}
-}.items():
-    plain = ModularCapibaraModel(config, mesh=mesh)
-    strategy = optimize_sharding_strategy(plain, (BATCH, LENGTH), (4, 8), **settings)
+plain = ModularCapibaraModel(config)
+for name, given, settings in (
+    ("planned", plain, {}),
+    ("planned by rules", plain, {"rules": AxisRules()}),
+    ("by array", plain.compiled, {}),
+    ("by array, rules", plain.compiled, {"rules": AxisRules()}),
+    ("by array, memory", plain.compiled, {"optimization_target": "memory"}),
+):
+    strategy = optimize_sharding_strategy(given, (BATCH, LENGTH), (4, 8), **settings)
+    assert (strategy.layout is None) == (given is plain.compiled)
     model = ModularCapibaraModel(config, mesh=mesh, rules=strategy.axis_rules())
     places = strategy.shardings(mesh)
     shapes = nest({p: jax.ShapeDtypeStruct(a.shape, a.dtype) for p, a in model.compiled.params.items()})
     arrays = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, places)
     tokens = jax.ShapeDtypeStruct((BATCH, LENGTH + 1), "int32", sharding=NamedSharding(mesh, strategy.batch_spec))
     step = jax.jit(lambda *a: train(model, *a), donate_argnums=(0, 1, 2), out_shardings=(places,) * 3 + (None,))
-    with model.backend.scope():
-        memory = step.lower(arrays, arrays, arrays, tokens).compile().memory_analysis()
-    total = memory.argument_size_in_bytes + memory.output_size_in_bytes
-    total += memory.temp_size_in_bytes - memory.alias_size_in_bytes
+    with model.backend.scope(), tempfile.TemporaryDirectory() as dump:
+        lowered = step.lower(arrays, arrays, arrays, tokens)
+        memory = lowered.compile(compiler_options={"xla_dump_to": dump}).memory_analysis()
+        heap = read_heap(pathlib.Path(dump))  # what the compiler compares with a device's memory
+    kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     m = strategy.memory
-    out[name] = {"stated": m.total, "compiled": total, "kept": m.parameters + m.optimizer,
-        "arguments": memory.argument_size_in_bytes}
+    out[name] = {"stated": m.total, "compiled": kept + memory.temp_size_in_bytes, "needed": kept + heap,
+        "kept": m.parameters + m.optimizer, "arguments": memory.argument_size_in_bytes}
 print("RESULT" + json.dumps(out))
 """
 
@@ -77,11 +84,16 @@ def found() -> dict[str, Any]:
 
 @pytest.mark.slow
 @needs_libtpu
-@pytest.mark.parametrize("name", ["throughput", "rules", "memory"])
+@pytest.mark.parametrize(
+    "name", ["planned", "planned by rules", "by array", "by array, rules", "by array, memory"]
+)
 def test_stated_memory_is_near_the_compilers(name: str) -> None:
     row = found()[name]
     # Parameters and moments are exact, but for the padding of small arrays and the tokens.
     assert row["arguments"] == pytest.approx(row["kept"], rel=0.02)
+    if name.startswith("planned"):
+        assert 0.95 * row["needed"] <= row["stated"] <= 1.35 * row["needed"], row
+        return
     # What is made on the way is an estimate, which leans to the safe side.
     # (With so few layers it is much of the whole: 1.6 and 1.7 times too much with rules and in parts.)
     assert 0.9 * row["compiled"] <= row["stated"] <= 1.8 * row["compiled"], row

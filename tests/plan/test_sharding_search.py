@@ -227,9 +227,10 @@ def test_the_memory_of_parameters_is_that_of_their_specs() -> None:
         s = optimize_sharding_strategy(model, (256, 2048), (4, 8), 32.0, optimization_target=target)
         total = sum(a.bytes_total / ways(s, a.path) for a in s)
         assert s.memory.parameters == pytest.approx(total)
-        kept = 4 if target != "latency" else 1  # float32, its gradient, two moments
-        state = s.memory.parameters + s.memory.gradients + s.memory.optimizer
-        assert state == pytest.approx(kept * total)
+        moments = 2 if target != "latency" else 0  # in float32
+        assert s.memory.optimizer == pytest.approx(moments * total)
+        # Those at the memory peak: in the backward pass of the last block not all are there.
+        assert s.memory.gradients <= (total if target != "latency" else 0)
 
 
 def test_specs_nest_as_the_arrays_do() -> None:

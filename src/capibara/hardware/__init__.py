@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from capibara.lazy import on_demand
 
 if TYPE_CHECKING:
+    from capibara.hardware.bounds import roofline
     from capibara.hardware.catalogue import chip_for_device_kind, get_chip, list_chips
     from capibara.hardware.chip import Chip, ChipError, Source
     from capibara.hardware.detect import cpu_name, detect_chip
@@ -54,9 +55,11 @@ __all__ = [
     "live_array_bytes",
     "load_prices",
     "parse_topology",
+    "roofline",
 ]
 
 _HOMES = {
+    "bounds": ("roofline",),
     "catalogue": ("chip_for_device_kind", "get_chip", "list_chips"),
     "chip": ("Chip", "ChipError", "Source"),
     "detect": ("cpu_name", "detect_chip"),

@@ -11,7 +11,7 @@ Cloud TPU documentation's pages of each version; "How to Scale Your Model", part
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -31,10 +31,19 @@ from capibara.plan.grids import (
 )
 from capibara.sharding import ASYNCHRONOUS as _ASYNCHRONOUS
 from capibara.sharding import WHOLE_PRODUCTS as _WHOLE_PRODUCTS
-from capibara.sharding import Links
+from capibara.sharding import Links, links_of
 from capibara.sharding.communication import flags_of, whole_products
 
-__all__ = ["ASYNCHRONOUS", "GENERATIONS", "LIMIT", "WHOLE_PRODUCTS", "Slice", "limit_option", "parse_slice"]
+__all__ = [
+    "ASYNCHRONOUS",
+    "GENERATIONS",
+    "LIMIT",
+    "WHOLE_PRODUCTS",
+    "Slice",
+    "limit_option",
+    "parse_slice",
+    "views_of",
+]
 
 View = Literal["chip", "core"]
 
@@ -153,13 +162,7 @@ class Slice:
     @property
     def link_bandwidth(self) -> float:
         """Bytes per second over one link, one way."""
-        chip = self._whole_chip
-        if chip.link_bandwidth is not None:
-            return chip.link_bandwidth
-        if chip.interconnect_bandwidth is None:
-            raise PlanError(f"{self}: the speed of a link is not known")
-        # The vendor states all links of a chip, both ways; a chip has two along each axis of the grid.
-        return chip.interconnect_bandwidth / (2 * (chip.links_per_chip or 2 * len(self.shape)))
+        return self.links({}).bandwidth / 2  # of a ring, which goes both ways round
 
     @property
     def wrap(self) -> tuple[bool, ...]:
@@ -204,7 +207,7 @@ class Slice:
 
     def links(self, sizes: dict[str, int]) -> Links:
         """What a mesh of these sizes exchanges over, for estimates without a program: a ring of the grid each axis."""
-        return Links(sizes, 2 * self.link_bandwidth, hop_seconds=0.0)
+        return replace(links_of(self._whole_chip, sizes), hop_seconds=0.0)
 
     def flag_choices(self, mesh: tuple[tuple[str, int], ...]) -> tuple[tuple[tuple[str, str], ...], ...]:
         """Options of the compiler that are tried on a mesh, the usual ones first."""
@@ -297,12 +300,15 @@ def parse_slice(text: str | Slice, view: str | None = None, *, rented: bool = Tr
     return _slice(generation, shape, view)
 
 
+def views_of(generation: str) -> tuple[View, ...]:
+    """What JAX may show as a device, the usual one first."""
+    return ("chip", "core") if generation == "v4" else ("core",) if generation == "v7x" else ("chip",)
+
+
 def _slice(generation: str, shape: tuple[int, ...], view: str | None) -> Slice:
     chip = get_chip(f"tpu-{generation}")
     _check_size(generation, shape)
-    views: tuple[View, ...] = (
-        ("chip", "core") if generation == "v4" else ("core",) if generation == "v7x" else ("chip",)
-    )
+    views = views_of(generation)
     if view is None:
         return Slice(generation, shape, views[0])
     if view not in ("chip", "core"):

@@ -49,7 +49,7 @@ def compile_here(
 
 def _seconds(flops: float, traffic: float, bandwidth_gbps: float | None) -> float | None:
     """A roofline (Williams, Waterman and Patterson, 2009) of the chip here; None if its peak is not known."""
-    from capibara.hardware import ChipError, detect_chip
+    from capibara.hardware import ChipError, detect_chip, roofline
 
     try:
         chip = detect_chip()
@@ -59,4 +59,4 @@ def _seconds(flops: float, traffic: float, bandwidth_gbps: float | None) -> floa
     bandwidth = bandwidth_gbps * 1e9 if bandwidth_gbps is not None else chip.hbm_bandwidth
     if not peak or not bandwidth:
         return None
-    return max(flops / peak, traffic / bandwidth)
+    return roofline(flops, traffic, peak, bandwidth)

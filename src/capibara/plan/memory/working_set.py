@@ -230,8 +230,15 @@ def working_set(
         max(map(peak, turn)) + recomputed_of_turn(turn, config, layout.remat, w)
         for turn in dict.fromkeys(turns)
     )
-    parts = layout.axis_sizes.get("data", 1) * layout.axis_sizes.get("fsdp", 1)
-    if max(map(len, turns)) > 1 and parts > 1 and target.platform != "cuda" and not _sums_beside(layout):
+    sizes = layout.axis_sizes
+    # Parts of what is sharded over the devices that have rows of their own; along ``data`` beside ``fsdp`` are copies.
+    parts = sizes.get("fsdp", sizes.get("data", 1))
+    if (
+        max(map(len, turns)) > 1
+        and parts * sizes.get("data", 1) > 1
+        and target.platform != "cuda"
+        and not _sums_beside(layout)
+    ):
         # Of all blocks of a turn, for the reduction at its end.
         count = parts if "sharded" in (layout.parameters, layout.optimizer) else 1
         block = max(block, count * stacked // len(turns))

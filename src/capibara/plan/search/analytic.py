@@ -5,9 +5,10 @@ choose what to compile, and not reported if a compiler is available.
 
 Communication (each a ring over the axis; Xu et al., "GSPMD", arXiv:2105.04663; the table in "How to Scale Your Model",
 part 5): sharded parameters are gathered for the forward and again for the backward pass of every microbatch and their
-gradients reduce-scattered; replicated ones have their gradients all-reduced; a ``model`` axis all-reduces the residual
-stream twice a layer forward and five times backward, as programs compiled for it do; an ``expert`` axis gathers tokens
-for the experts and scatters their sums. Parameters that are not trained have no gradients.
+gradients reduce-scattered; replicated ones have their gradients all-reduced; with an ``fsdp`` axis parameters are
+sharded over that one alone, and the gradients of each part all-reduced over ``data``; a ``model`` axis all-reduces the
+residual stream twice a layer forward and five times backward, as programs compiled for it do; an ``expert`` axis
+gathers tokens for the experts and scatters their sums. Parameters that are not trained have no gradients.
 
 Along a ``context`` axis keys and values go round, forward, when a block is computed again, and backward with the sums
 of their gradients (:mod:`capibara.ops.attention.ring`); the gradients of parameters, which each device has, are
@@ -19,7 +20,7 @@ and wait in the bubble; activations and their gradients go from one to the next 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from capibara.plan.slices import Slice
 from capibara.plan.stages import stage_of, ticks
 from capibara.plan.targets import Target
 from capibara.plan.time.prediction import start_seconds
-from capibara.sharding import Layout
+from capibara.sharding import Layout, Links, links_of
 
 if TYPE_CHECKING:
     from capibara.compose import CompiledModel
@@ -135,19 +136,29 @@ def step_flops(config: ModularModelConfig, *, training: bool = True) -> float:
     return flops_per_token(config.model, config.train.sequence_length, training, adapters=adapters) * tokens
 
 
-def estimate_time(config: ModularModelConfig, layout: Layout, target: Target) -> Estimate:
+def estimate_time(
+    config: ModularModelConfig, layout: Layout, target: Target, *, link_bandwidth: float | None = None
+) -> Estimate:
     """The rough time of one step.
+
+    Args:
+      link_bandwidth: bytes a second, one way, over one link, instead of the target's.
 
     Raises:
       PlanError: the model cannot be divided into so many stages.
+      ConfigError: ``link_bandwidth`` is not a rate.
     """
     if layout.stages > 1:
-        return _of_stages(config, layout, target)
+        return _of_stages(config, layout, target, link_bandwidth)
     devices = layout.num_devices
     sizes = layout.axis_sizes
     data, model, expert, context = (sizes.get(axis, 1) for axis in ("data", "model", "expert", "context"))
+    # Over ``fsdp``, where the mesh has it, and not over ``data`` parameters are sharded: along that are copies.
+    sharded = "sharded" in (layout.parameters, layout.optimizer)
+    fsdp = sizes.get("fsdp", 1)
+    copies, data = (data, fsdp) if "fsdp" in sizes and sharded else (1, data * fsdp)
     m, t = config.model, config.train
-    batch = data * expert  # devices that have rows of their own
+    batch = copies * data * expert  # devices that have rows of their own
     tokens = t.batch_size * t.sequence_length / batch / context
     repeated = {"none": 1.0, "dots": 1.05, "full": 4 / 3}[layout.remat]
     compute = step_flops(config) * repeated / devices / (target.chip.peak("bfloat16") * _REACHED)
@@ -158,8 +169,7 @@ def estimate_time(config: ModularModelConfig, layout: Layout, target: Target) ->
     dense, mixture = (counts.every - counts.experts) / model, counts.experts / model / expert
     whole = dense + mixture
     trained = whole if counts.trained == counts.every else counts.trained / model
-    sharded = "sharded" in (layout.parameters, layout.optimizer)
-    held = dense / batch + mixture / data if sharded else whole
+    held = dense / (data * expert) + mixture / data if sharded else whole
     held *= trained / whole
     memory = update = held * _OPTIMIZER_BYTES / bandwidth
     mixed = m.num_layers - m.dense_blocks
@@ -180,9 +190,9 @@ def estimate_time(config: ModularModelConfig, layout: Layout, target: Target) ->
     memory += layout.microbatches * m.num_layers * chain
     count = layout.microbatches
 
-    # Hops are nothing beside such sizes. The data and expert axes together are one ring.
-    sizes = {"batch": batch, "data": data, "model": model, "expert": expert, "context": context}
-    links = target.links(sizes)
+    # The data and expert axes together are one ring.
+    sizes = {"model": model, "expert": expert, "context": context, "data": data, "copies": copies}
+    links = _links(target, {**sizes, "batch": data * expert}, link_bandwidth)
 
     def ring(size: float, axis: str) -> float:
         return links.gather(size, (axis,))
@@ -198,6 +208,9 @@ def estimate_time(config: ModularModelConfig, layout: Layout, target: Target) ->
         communication = count * reduced + reduced
     else:
         communication = count * 2 * reduced
+    if copies > 1:
+        # The gradients of each part are all-reduced over its copies.
+        communication += count * 2 * ring(held * 4, "copies")
     # Partial sums of the residual stream, in float32, each an all-reduce (a scatter and a gather): forward one after
     # attention and one after the feed-forward; backward one of what the products before each of them read (query, key
     # and value; gate and up); one more where the block is computed again.
@@ -251,10 +264,19 @@ def _of_ring(config: ModularModelConfig, tokens: float, model: int, context: int
     return _Ring(max(0.0, products - equal), scores, keys)
 
 
-def _of_stages(config: ModularModelConfig, layout: Layout, target: Target) -> Estimate:
+def _links(target: Target, sizes: dict[str, int], link_bandwidth: float | None) -> Links:
+    """The links of a mesh; hops are nothing beside the sizes of a step."""
+    if link_bandwidth is None:
+        return target.links(sizes)
+    return replace(links_of(target.chip, sizes, link_bandwidth), hop_seconds=0.0)
+
+
+def _of_stages(
+    config: ModularModelConfig, layout: Layout, target: Target, link_bandwidth: float | None
+) -> Estimate:
     """The rough time with a pipeline: of one stage, in all of its ticks."""
     one, inner = stage_of(config, layout)
-    found = estimate_time(one, inner, target)
+    found = estimate_time(one, inner, target, link_bandwidth=link_bandwidth)
     m, t = config.model, config.train
     peak = target.chip.peak("bfloat16") * _REACHED
     bandwidth = target.chip.hbm_bandwidth or 1e12
@@ -277,7 +299,7 @@ def _of_stages(config: ModularModelConfig, layout: Layout, target: Target) -> Es
     # scattered in float32, its gradient gathered.
     wait = ticks(layout)
     stream = tokens * m.embed_dim
-    links = target.links(sizes)
+    links = _links(target, sizes, link_bandwidth)
     link = links.bandwidth if links.switched else links.bandwidth / 2  # one of a ring's two
     communication = found.communication + wait * 2 * stream * 2 / link
     communication += links.gather(stream * 6, ("pipeline",))

@@ -10,7 +10,15 @@ from capibara.plan.stages import can_have_stages
 from capibara.plan.targets import Target
 from capibara.sharding import Layout
 
-__all__ = ["ASYNCHRONOUS", "WHOLE_PRODUCTS", "layouts", "meshes", "microbatch_counts"]
+__all__ = [
+    "ASYNCHRONOUS",
+    "WHOLE_PRODUCTS",
+    "can_have_ring",
+    "layouts",
+    "meshes",
+    "microbatch_counts",
+    "stage_counts",
+]
 
 # Positions of a row that a device has at least where these are divided: the scores of fewer are small products.
 _LEAST_POSITIONS = 512
@@ -41,14 +49,19 @@ def _rings_of(config: ModularModelConfig, devices: int) -> Iterator[tuple[tuple[
 
     Only with so many positions a device that its products are large.
     """
-    m, length = config.model, config.train.sequence_length
-    if m.experts.count or not set(m.block_kinds) <= {"attention", "local"}:
-        return
+    length = config.train.sequence_length
     for context in range(2, devices + 1):
-        if devices % context or length % context or length // context < _LEAST_POSITIONS:
+        if devices % context or length // context < _LEAST_POSITIONS or not can_have_ring(config, context):
             continue
-        for data, model in meshes(devices // context, m.num_heads):
+        for data, model in meshes(devices // context, config.model.num_heads):
             yield (data, ("context", context), model)
+
+
+def can_have_ring(config: ModularModelConfig, context: int) -> bool:
+    """Whether attention can go round so many devices, each with its part of a row's positions."""
+    m = config.model
+    attends = not m.experts.count and set(m.block_kinds) <= {"attention", "local"}
+    return attends and config.train.sequence_length % context == 0
 
 
 def _pipelines_of(config: ModularModelConfig, devices: int) -> Iterator[tuple[tuple[str, int], ...]]:
@@ -87,9 +100,7 @@ def layouts(config: ModularModelConfig, target: Target) -> Iterator[Layout]:
             yield from _on_mesh(mesh, [rows // data], data, target)
     for mesh in _pipelines_of(config, target.num_devices):
         data, stages = dict(mesh)["data"], dict(mesh)["pipeline"]
-        counts = [n for n in microbatch_counts(rows, data) if n <= _MOST_TURNS * stages]
-        # Of fewer than stages, most of which would wait, as many as there can be.
-        yield from _on_mesh(mesh, [n for n in counts if n >= stages] or counts[-1:], data, target)
+        yield from _on_mesh(mesh, stage_counts(rows, data, stages), data, target)
 
 
 def _on_mesh(
@@ -121,3 +132,13 @@ def microbatch_counts(rows: int, data: int) -> Iterator[int]:
     """
     if rows % data == 0:
         yield from (n for n in range(1, rows // data + 1) if rows // data % n == 0)
+
+
+def stage_counts(rows: int, data: int, stages: int) -> list[int]:
+    """The numbers of microbatches that are considered for a pipeline.
+
+    Args: as of :func:`microbatch_counts`; stages: of the pipeline.
+    """
+    counts = [n for n in microbatch_counts(rows, data) if n <= _MOST_TURNS * stages]
+    # Of fewer than stages, most of which would wait, as many as there can be.
+    return [n for n in counts if n >= stages] or counts[-1:]

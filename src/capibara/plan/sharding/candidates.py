@@ -14,11 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from capibara.config.axes import AxisRules
+from capibara.hardware import roofline
 from capibara.plan.sharding.roles import Role
 from capibara.plan.sharding.tree import Leaf
 from capibara.sharding import Links
 
-__all__ = ["Candidate", "Setting", "Work", "candidates", "cheapest", "priced"]
+__all__ = ["Candidate", "Setting", "Work", "candidates", "cheapest", "cut_of", "priced"]
 
 # Dimensions that are worked on as one: cutting them would cut inside of a head or a recurrence.
 _WHOLE = {None, "head_dim", "state", "conv", "codes", "layers"}
@@ -157,6 +158,11 @@ def candidates(
     return [priced(leaf, role, layout, cut, setting, links, work) for _, layout in best.values()]
 
 
+def cut_of(role: Role, layout: Layout, setting: Setting) -> tuple[str, ...]:
+    """The tensor axes that split the computation of an array with this layout."""
+    return next((tuple(a for a in layout[i] if a in setting.tensor) for i in role.inner if layout[i]), ())
+
+
 def priced(
     leaf: Leaf,
     role: Role,
@@ -196,10 +202,8 @@ def priced(
         communication += sums * links.reduce(size, cut, layers)
         reduced += sums * 2 * links.moved(size, cut)
 
-    arithmetic = (forwards + (2 if work.training else 0)) * role.flops * tokens / ways / work.flops
-    reading = 0.0
-    if work.memory_bandwidth and role.kind != "lookup":
-        reading = passes * gather_bytes / work.memory_bandwidth
+    flops = (forwards + (2 if work.training else 0)) * role.flops * tokens / ways
+    read = 0.0 if role.kind == "lookup" else passes * gather_bytes
     return Candidate(
         layout,
         cut,
@@ -210,7 +214,7 @@ def priced(
         gathered=gathered,
         reduced=reduced,
         communication=communication,
-        compute=max(arithmetic, reading),
+        compute=roofline(flops, read, work.flops, work.memory_bandwidth),
     )
 
 

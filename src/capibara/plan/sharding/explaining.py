@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from capibara.config.mesh import TPUMeshConfig
 from capibara.hardware import Chip
+from capibara.plan.memory.arguments import item_size
+from capibara.plan.sharding.candidates import Candidate
+from capibara.plan.sharding.layouts import Placed, Step, placed
 from capibara.plan.sharding.search import STREAMS, Problem, Solution, settings_of, solve
-from capibara.plan.sharding.strategy import bytes_text
+from capibara.plan.sharding.strategy import MemoryUse, bytes_text
 
-__all__ = ["assumptions", "does_not_fit"]
+__all__ = ["assumptions", "does_not_fit", "planned_assumptions", "planned_does_not_fit"]
+
+_Case = TypeVar("_Case")
 
 
 def assumptions(problem: Problem, chip: Chip) -> tuple[str, ...]:
@@ -38,31 +43,74 @@ def assumptions(problem: Problem, chip: Chip) -> tuple[str, ...]:
         said.append("forward only; no gradients, no optimiser, no cache of keys and values")
     if any(role.experts for role in problem.roles):
         said.append("every expert works on every position")
+    return (*said, *_beyond(problem.limit, chip))
+
+
+def _beyond(limit: float, chip: Chip) -> list[str]:
+    """That a limit is more than programs get."""
     usable = chip.usable_hbm_bytes
-    if usable is not None and problem.limit > usable:
-        said.append(
-            f"the limit of {bytes_text(problem.limit)} is more than the {bytes_text(usable)} that the compiler leaves "
-            f"to programs on {chip.title}"
-        )
-    return tuple(said)
+    if usable is None or limit <= usable:
+        return []
+    return [
+        f"the limit of {bytes_text(limit)} is more than the {bytes_text(usable)} that the compiler leaves to programs "
+        f"on {chip.title}"
+    ]
+
+
+def planned_assumptions(step: Step, found: Placed) -> tuple[str, ...]:
+    """As :func:`assumptions`, of a step whose configuration is known."""
+    problem, p = step.problem, step.config.precision
+    state = f"{step.config.optimizer.name}'s state"
+    if step.optimizer_bytes is not None:
+        state = f"{step.optimizer_bytes:g} bytes of optimiser state a parameter"
+    return (
+        f"{problem.work.tokens:,.0f} positions a step, residual stream {problem.embed} wide",
+        f"memory and time of the layout {found.layout}, as capibara plan estimates them without a compiler for "
+        f"{step.chip.title}",
+        f"a training step: computing in {p.compute_dtype}, sums in {p.accumulate_dtype}, parameters and gradients in "
+        f"{p.param_dtype}, {state}; gradients are those of the memory peak",
+        f"of each array by itself: communication at {problem.links.bandwidth / 1e9:.4g} GB/s "
+        + ("through a switch" if problem.links.switched else "along a mesh axis, each a closed ring")
+        + ", nothing overlapped",
+        *_beyond(problem.limit, step.chip),
+    )
 
 
 def does_not_fit(problem: Problem, mesh: TPUMeshConfig, solutions: Sequence[Solution]) -> str:
     """What a layout needs at least, which arrays take it, and which changes, worked out anew, would make it fit."""
     least = min(solutions, key=lambda s: s.memory.total)
-    largest = sorted(zip(problem.leaves, least.chosen, strict=True), key=lambda pair: -pair[1].state_bytes)
+    return _refusal(problem, mesh, least.memory, least.chosen, problem, _smallest, _remedies(problem))
+
+
+def planned_does_not_fit(step: Step, mesh: TPUMeshConfig, layouts: Sequence[Placed]) -> str:
+    """As :func:`does_not_fit`, for the layouts of a step whose configuration is known."""
+    least = min(layouts, key=lambda one: one.memory.total)
+    chosen = least.arrays(step)
+    return _refusal(step.problem, mesh, least.memory, chosen, step, _smallest_layout, _remedies_of_step(step))
+
+
+def _refusal(
+    problem: Problem,
+    mesh: TPUMeshConfig,
+    least: MemoryUse,
+    chosen: Sequence[Candidate],
+    whole: _Case,
+    smallest: Callable[[_Case], float],
+    remedies: Sequence[Sequence[tuple[str, Callable[[_Case], _Case]]]],
+) -> str:
+    largest = sorted(zip(problem.leaves, chosen, strict=True), key=lambda pair: -pair[1].state_bytes)
     named = [f"{leaf.name} {list(leaf.shape)} {bytes_text(c.state_bytes)}" for leaf, c in largest[:3]]
     kept = "with gradient and optimiser state" if problem.work.training else "of each a device's part"
     said = (
         f"nothing fits {bytes_text(problem.limit)} a device on {mesh.num_devices} devices "
-        f"({'x'.join(map(str, mesh.mesh_shape))}): the smallest layout found takes {least.memory}. The largest arrays, "
+        f"({'x'.join(map(str, mesh.mesh_shape))}): the smallest layout found takes {least}. The largest arrays, "
         f"{kept}: {', '.join(named)}."
     )
-    helps, others, together = [], [], problem
-    for steps in _remedies(problem):
+    helps, others, together = [], [], whole
+    for steps in remedies:
         last = None
         for text, change in steps:
-            size = _smallest(change(problem))
+            size = smallest(change(whole))
             last = (text, change, size)
             if size <= problem.limit:
                 break
@@ -72,12 +120,12 @@ def does_not_fit(problem: Problem, mesh: TPUMeshConfig, solutions: Sequence[Solu
         together = change(together)
         if size <= problem.limit:
             helps.append(f"{text} ({bytes_text(size)})")
-        elif size < 0.95 * least.memory.total:
+        elif size < 0.95 * least.total:
             others.append(f"{text} ({bytes_text(size)})")
     if helps:
         return f"{said} What would make it fit: {'; '.join(helps)}."
     if others:
-        size = _smallest(together)
+        size = smallest(together)
         verb = "would fit" if size <= problem.limit else "still would not"
         return f"{said} None of these alone would do: {'; '.join(others)}. All together {verb} ({bytes_text(size)})."
     return said
@@ -86,6 +134,11 @@ def does_not_fit(problem: Problem, mesh: TPUMeshConfig, solutions: Sequence[Solu
 def _smallest(problem: Problem) -> float:
     """Bytes a device of the smallest layout that is found."""
     return min(solve(problem, s, smallest=True).memory.total for s in settings_of(problem))
+
+
+def _smallest_layout(step: Step) -> float:
+    """The same of a step; infinite where none is left."""
+    return min((one.memory.total for one in placed(step)), default=math.inf) if step.target else math.inf
 
 
 Change = Callable[[Problem], Problem]
@@ -107,19 +160,70 @@ def _remedies(problem: Problem) -> list[list[tuple[str, Change]]]:
         kept = (replace(leaf, itemsize=min(leaf.itemsize, 2), dtype="bfloat16") for leaf in p.leaves)
         return replace(p, leaves=tuple(kept))
 
-    recompute = [("remat='full'", in_work(remat="full"))] if work.training and work.remat == "none" else []
-    factors = [n for n in (2, 4, 8, 16) if work.batch % n == 0]
+    recompute = [(_RECOMPUTE, in_work(remat="full"))] if work.training and work.remat == "none" else []
     batches = [
-        (f"a batch of {work.batch // n} at a time", in_work(batch=work.batch // n, tokens=work.tokens / n))
-        for n in factors
+        (text, in_work(batch=work.batch // n, tokens=work.tokens / n)) for n, text in _smaller(work.batch)
     ]
     half = work.optimizer_bytes / 2
     moments = [(f"optimiser state of {half:g} bytes a parameter", in_work(optimizer_bytes=half))]
-    types = [("parameters in bfloat16", narrow)] if any(leaf.itemsize > 2 for leaf in problem.leaves) else []
+    types = [(_NARROW, narrow)] if any(leaf.itemsize > 2 for leaf in problem.leaves) else []
+    devices = [(text, on(axis, n)) for axis, n, text in _wider(sizes)]
+    return [recompute, batches, moments if work.training and half else [], types, devices]
+
+
+_RECOMPUTE, _NARROW = "remat='full'", "parameters in bfloat16"
+
+
+def _smaller(batch: int) -> list[tuple[int, str]]:
+    """Into how many parts a batch may be divided."""
+    return [(n, f"a batch of {batch // n} at a time") for n in (2, 4, 8, 16) if batch % n == 0]
+
+
+def _wider(sizes: Mapping[str, int]) -> list[tuple[str, int, str]]:
+    """An axis, and how many times as long it may be."""
     axis = max(sizes, key=lambda a: (a in ("data", "fsdp"), sizes[a]))
-    devices = []
+    found = []
     for n in (2, 4, 8, 16):
         wider = {**sizes, axis: sizes[axis] * n}
         text = f"{math.prod(wider.values())} devices as {'x'.join(map(str, wider.values()))}"
-        devices.append((text, on(axis, n)))
-    return [recompute, batches, moments if work.training and half else [], types, devices]
+        found.append((axis, n, text))
+    return found
+
+
+def _remedies_of_step(step: Step) -> list[list[tuple[str, Callable[[Step], Step]]]]:
+    """The same for a step whose configuration is known."""
+    problem = step.problem
+
+    def with_sizes(axis: str, factor: int) -> Callable[[Step], Step]:
+        def change(s: Step) -> Step:
+            links = s.problem.links
+            sizes = {**links.sizes, axis: links.sizes[axis] * factor}
+            return replace(s, problem=replace(s.problem, links=replace(links, sizes=sizes)))
+
+        return change
+
+    def with_batch(factor: int) -> Callable[[Step], Step]:
+        def change(s: Step) -> Step:
+            rows = s.problem.work.batch // factor
+            train = s.config.train.replace(batch_size=rows)
+            work = replace(s.problem.work, batch=rows)
+            return replace(s, problem=replace(s.problem, work=work), config=s.config.replace(train=train))
+
+        return change
+
+    def narrow(s: Step) -> Step:
+        # Moments that are stated in bytes stay as they are.
+        precision = s.config.precision.replace(param_dtype="bfloat16")
+        return replace(s, config=s.config.replace(precision=precision))
+
+    recompute: list[tuple[str, Callable[[Step], Step]]] = []
+    if step.remat != "full":
+        recompute = [(_RECOMPUTE, lambda s: replace(s, remat="full"))]
+    batches = [(text, with_batch(n)) for n, text in _smaller(problem.work.batch)]
+    moments: list[tuple[str, Callable[[Step], Step]]] = []
+    if half := (step.optimizer_bytes or 0.0) / 2:
+        text = f"optimiser state of {half:g} bytes a parameter"
+        moments = [(text, lambda s: replace(s, optimizer_bytes=half))]
+    types = [(_NARROW, narrow)] if item_size(step.config.precision.param_dtype) > 2 else []
+    devices = [(text, with_sizes(axis, n)) for axis, n, text in _wider(problem.links.sizes)]
+    return [recompute, batches, moments, types, devices]

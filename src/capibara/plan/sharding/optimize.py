@@ -13,8 +13,14 @@ from capibara.config.mesh import TPUMeshConfig, create_tpu_mesh_config
 from capibara.errors import did_you_mean
 from capibara.hardware import Chip, get_chip
 from capibara.plan.errors import DoesNotFitError, PlanError
-from capibara.plan.sharding.candidates import Candidate, Setting, Work, priced
-from capibara.plan.sharding.explaining import assumptions, does_not_fit
+from capibara.plan.sharding.candidates import Candidate, Setting, Work, cut_of, priced
+from capibara.plan.sharding.explaining import (
+    assumptions,
+    does_not_fit,
+    planned_assumptions,
+    planned_does_not_fit,
+)
+from capibara.plan.sharding.layouts import Placed, Step, best_of, placed, step_of
 from capibara.plan.sharding.roles import Role, assign_roles, embed_width
 from capibara.plan.sharding.search import (
     Problem,
@@ -69,20 +75,28 @@ def optimize_sharding_strategy(
     param_axes: Any = None,
     rules: AxisRules | None = None,
     training: bool | None = None,
-    optimizer_bytes: float = 8.0,
-    compute_dtype: str = "bfloat16",
-    accumulate_dtype: str = "float32",
-    remat: Literal["full", "none"] = "full",
+    optimizer_bytes: float | None = None,
+    compute_dtype: str | None = None,
+    accumulate_dtype: str | None = None,
+    remat: Literal["full", "none"] | None = None,
     link_bandwidth: float | None = None,
 ) -> ShardingStrategy:
     """Find a ``PartitionSpec`` for every array that makes a step fastest within the memory of the devices.
 
-    Nothing is computed, no device is used, and arrays are not copied. Candidates for each array are: replicated, and
-    each dimension sharded over each mesh axis, or several, that divides it evenly; and for the whole model, each set
-    of axes that may shard the batch. See :mod:`capibara.plan.sharding.search` for the method, and
-    :mod:`capibara.plan.sharding.roles` for what is inferred from shapes if dimensions have no names. The times are
-    estimates from peak rates, for comparing layouts: see ``strategy.assumptions``. A compiled plan (``capibara
-    plan``) is exact where this estimates.
+    Nothing is computed, no device is used, and arrays are not copied.
+
+    For the training of a decoder whose configuration is known (a ``ModularCapibaraModel``), the strategy is the best of
+    the layouts that the mesh allows by the memory and the time that ``capibara plan`` estimates for them without a
+    compiler: see :mod:`capibara.plan.sharding.layouts`, and :attr:`ShardingStrategy.layout`.
+
+    For all else, every array is searched for. Candidates for each array are: replicated, and each dimension sharded
+    over each mesh axis, or several, that divides it evenly; and for the whole model, each set of axes that may shard
+    the batch. See :mod:`capibara.plan.sharding.search` for the method, and :mod:`capibara.plan.sharding.roles` for
+    what is inferred from shapes if dimensions have no names. The times are estimates from peak rates, for comparing
+    layouts: see ``strategy.assumptions``. A compiled plan (``capibara plan``) is exact where this estimates.
+
+    So are forward passes (``"latency"``, ``training=False``), encoders, models that the mesh does not divide, other
+    ``rules`` than the standard ones, and chips that plans are not made for.
 
     Args:
       model_params: a nested dict (or other pytree) of arrays, ``jax.ShapeDtypeStruct`` or shapes; or a
@@ -102,10 +116,14 @@ def optimize_sharding_strategy(
         model whose backend has a mesh (its own constraints follow them) or rules other than the standard ones;
         otherwise none.
       training: whether there are gradients and optimiser state; by default for all targets but ``"latency"``.
-      optimizer_bytes: bytes of optimiser state per parameter (Adam: two float32 moments, 8).
-      compute_dtype: of activations and gathered parameters.
-      accumulate_dtype: in which products are summed, including sums over several devices.
-      remat: whether the backward pass recomputes each block (``"full"``) or all values are stored (``"none"``).
+      optimizer_bytes: bytes of optimiser state per parameter; by default those of a known configuration's optimiser,
+        otherwise 8 (Adam: two float32 moments).
+      compute_dtype: of activations and gathered parameters; by default that of a known configuration, otherwise
+        bfloat16.
+      accumulate_dtype: in which products are summed, including sums over several devices; by default that of a known
+        configuration, otherwise float32.
+      remat: whether the backward pass recomputes each block (``"full"``) or all values are stored (``"none"``); by
+        default as a known configuration has it, otherwise ``"full"``.
       link_bandwidth: bytes per second, one way, over one link, instead of the chip's.
 
     Raises:
@@ -140,13 +158,13 @@ def optimize_sharding_strategy(
     elif rules is not None:
         raise PlanError("rules: the dimensions of model_params have no names for them; give param_axes too")
     for name, dtype in (("compute_dtype", compute_dtype), ("accumulate_dtype", accumulate_dtype)):
-        if dtype not in _BYTES:
+        if dtype is not None and dtype not in _BYTES:
             raise PlanError(
                 f"{name}={dtype!r} must be one of {', '.join(_BYTES)}." + did_you_mean(str(dtype), _BYTES)
             )
-    if remat not in ("full", "none"):
+    if remat not in ("full", "none", None):
         raise PlanError(f"remat={remat!r} must be 'full' or 'none'")
-    if (
+    if optimizer_bytes is not None and (
         isinstance(optimizer_bytes, bool)
         or not isinstance(optimizer_bytes, int | float)
         or not 0 <= optimizer_bytes < math.inf
@@ -161,15 +179,33 @@ def optimize_sharding_strategy(
         tokens=_tokens(roles, shape),
         batch=shape[0],
         training=training,
-        activation_bytes=_BYTES[compute_dtype],
-        sum_bytes=_BYTES[accumulate_dtype],
-        optimizer_bytes=float(optimizer_bytes),
-        flops=device.peak(compute_dtype),
+        activation_bytes=_BYTES[compute_dtype or "bfloat16"],
+        sum_bytes=_BYTES[accumulate_dtype or "float32"],
+        optimizer_bytes=8.0 if optimizer_bytes is None else float(optimizer_bytes),
+        flops=device.peak(compute_dtype or "bfloat16"),
         memory_bandwidth=device.hbm_bandwidth,
-        remat=remat,
+        remat=remat or "full",
     )
     problem = Problem(tree.leaves, tuple(roles), links, work, rules, embed, mesh.memory_limit_bytes)
     smallest = target == "memory"
+    step = None
+    if param_axes is None:
+        step = step_of(
+            model_params,
+            problem,
+            shape,
+            device,
+            remat=remat,
+            optimizer_bytes=optimizer_bytes,
+            compute_dtype=compute_dtype,
+            accumulate_dtype=accumulate_dtype,
+            link_bandwidth=link_bandwidth,
+        )
+    if step is not None and (layouts := placed(step)):
+        chosen = best_of(layouts, problem.limit, smallest)
+        if chosen is None:
+            raise DoesNotFitError(planned_does_not_fit(step, mesh, layouts))
+        return _planned(step, tree, mesh, target, chosen, layouts)
     solutions = [solve(problem, setting, smallest=smallest) for setting in settings_of(problem)]
     fitting = [s for s in solutions if s.memory.total <= problem.limit]
     if not fitting:
@@ -224,10 +260,61 @@ def _strategy(
     best: Solution,
     solutions: Sequence[Solution],
 ) -> ShardingStrategy:
+    cut = tuple(a for a in mesh.axis_names if any(a in c.cut for c in best.chosen))
+    return ShardingStrategy(
+        arrays=_arrays(problem, best.chosen),
+        mesh_shape=mesh.mesh_shape,
+        axis_names=mesh.axis_names,
+        batch_axes=best.setting.batch,
+        tensor_axes=cut,
+        optimization_target=target,
+        memory=best.memory,
+        memory_limit_bytes=int(problem.limit),
+        communication_seconds=best.communication,
+        compute_seconds=best.seconds - best.communication,
+        bound_seconds=best.seconds if best.bound is None else min(best.bound, best.seconds),
+        assumptions=assumptions(problem, chip),
+        alternatives=tuple(_alternatives(problem, best, solutions)),
+        structure=tree.structure,
+    )
+
+
+def _planned(
+    step: Step, tree: Tree, mesh: TPUMeshConfig, target: Target, best: Placed, layouts: Sequence[Placed]
+) -> ShardingStrategy:
+    """The strategy of a layout."""
+    limit = step.problem.limit
+    alike = [one for one in layouts if one.setting.batch == best.setting.batch and one.memory.total <= limit]
+    others = sorted(
+        (one for one in layouts if one is not best), key=lambda one: one.order(target == "memory")
+    )
+    return ShardingStrategy(
+        arrays=_arrays(step.problem, best.arrays(step)),
+        mesh_shape=mesh.mesh_shape,
+        axis_names=mesh.axis_names,
+        batch_axes=best.setting.batch,
+        tensor_axes=best.setting.tensor,
+        optimization_target=target,
+        memory=best.memory,
+        memory_limit_bytes=int(limit),
+        communication_seconds=best.communicating,
+        compute_seconds=best.computing,
+        bound_seconds=min(one.seconds for one in alike),
+        assumptions=planned_assumptions(step, best),
+        alternatives=tuple(
+            Alternative(one.name, one.seconds, one.communicating, one.memory, one.memory.total <= limit)
+            for one in others
+        ),
+        structure=tree.structure,
+        layout=best.layout,
+    )
+
+
+def _arrays(problem: Problem, chosen: Sequence[Candidate]) -> tuple[ArraySharding, ...]:
     from jax.sharding import PartitionSpec
 
     arrays = []
-    for leaf, role, c in zip(tree.leaves, problem.roles, best.chosen, strict=True):
+    for leaf, role, c in zip(problem.leaves, problem.roles, chosen, strict=True):
         spec = [None if not axes else axes[0] if len(axes) == 1 else axes for axes in c.layout]
         arrays.append(
             ArraySharding(
@@ -245,23 +332,7 @@ def _strategy(
                 compute_seconds=c.compute,
             )
         )
-    cut = tuple(a for a in mesh.axis_names if any(a in c.cut for c in best.chosen))
-    return ShardingStrategy(
-        arrays=tuple(arrays),
-        mesh_shape=mesh.mesh_shape,
-        axis_names=mesh.axis_names,
-        batch_axes=best.setting.batch,
-        tensor_axes=cut,
-        optimization_target=target,
-        memory=best.memory,
-        memory_limit_bytes=int(problem.limit),
-        communication_seconds=best.communication,
-        compute_seconds=best.seconds - best.communication,
-        bound_seconds=best.seconds if best.bound is None else min(best.bound, best.seconds),
-        assumptions=assumptions(problem, chip),
-        alternatives=tuple(_alternatives(problem, best, solutions)),
-        structure=tree.structure,
-    )
+    return tuple(arrays)
 
 
 def _alternatives(problem: Problem, best: Solution, solutions: Sequence[Solution]) -> list[Alternative]:
@@ -313,6 +384,6 @@ def _by_rules(problem: Problem) -> Solution | None:
     chosen = []
     for leaf, role in zip(problem.leaves, problem.roles, strict=True):
         layout = entries(rules.spec(leaf.axes or (), mesh, leaf.shape))
-        cut = next((tuple(a for a in layout[i] if a in setting.tensor) for i in role.inner if layout[i]), ())
+        cut = cut_of(role, layout, setting)
         chosen.append(priced(leaf, role, layout, cut, setting, problem.links, problem.work))
     return Solution(setting, tuple(chosen), memory_of(problem, setting, chosen))

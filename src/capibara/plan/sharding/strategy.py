@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from capibara.config.axes import AxisRules
 from capibara.errors import did_you_mean
 from capibara.plan.errors import PlanError
+from capibara.sharding import Layout
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 __all__ = ["Alternative", "ArraySharding", "MemoryUse", "ShardingStrategy", "bytes_text", "seconds_text"]
+
+# What tensor parallelism shards of activations.
+_INNER = ("vocab", "heads", "kv_heads", "mlp", "hidden")
 
 
 def bytes_text(size: float) -> str:
@@ -41,6 +45,9 @@ class MemoryUse:
       parameters, gradients, optimizer: of the layout, exact except for padding.
       activations: an estimate, see :attr:`ShardingStrategy.assumptions`.
       gathered: the two largest pieces that are gathered at the same time.
+      temporaries: of a planned step, the working set at its memory peak, gathered parameters among it; ``gradients``
+        are those that are there at the peak.
+      padding: of a planned step's arrays to tiles. inputs: its tokens and model state.
     """
 
     parameters: float
@@ -48,15 +55,18 @@ class MemoryUse:
     optimizer: float
     activations: float
     gathered: float
+    temporaries: float = 0.0
+    padding: float = 0.0
+    inputs: float = 0.0
 
     @property
     def total(self) -> float:
         """All of it."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.gathered
+        return float(sum(getattr(self, f.name) for f in fields(self)))
 
     def __str__(self) -> str:
-        kinds = ("parameters", "gradients", "optimizer", "activations", "gathered")
-        parts = [f"{kind} {bytes_text(getattr(self, kind))}" for kind in kinds if getattr(self, kind)]
+        sizes = {f.name: getattr(self, f.name) for f in fields(self)}
+        parts = [f"{kind} {bytes_text(size)}" for kind, size in sizes.items() if size]
         return f"{bytes_text(self.total)} a device: {', '.join(parts)}"
 
 
@@ -126,15 +136,18 @@ class ShardingStrategy:
     :meth:`shardings` returns ``jax.sharding.NamedSharding`` for a mesh; ``print(strategy)`` shows everything.
 
     Attributes:
-      arrays: in the order of ``jax.tree.leaves``.
+      arrays: in the order of ``jax.tree.leaves``; each one's seconds are its own, with nothing overlapped.
       mesh_shape, axis_names: the mesh it is for.
       batch_axes: axes that shard the examples. tensor_axes: axes that shard matrices.
       optimization_target: the objective.
       memory: bytes on each device. memory_limit_bytes: their limit.
-      communication_seconds, compute_seconds: of a step, one after the other.
+      communication_seconds, compute_seconds: of a step, one after the other. Where there is a :attr:`layout`, they are
+        those of ``capibara plan``, and otherwise the sums over all arrays.
       bound_seconds: a lower bound for layouts that fit and shard the batch in the same way, by the same estimate.
       assumptions: of the estimate.
       alternatives: other layouts that were considered.
+      layout: for a model whose configuration is known, the strategy as ``capibara plan`` has it, with axes named by
+        the parts that they play; None if every array was searched for by itself.
     """
 
     arrays: tuple[ArraySharding, ...]
@@ -151,6 +164,7 @@ class ShardingStrategy:
     assumptions: tuple[str, ...]
     alternatives: tuple[Alternative, ...]
     structure: Any = field(repr=False)
+    layout: Layout | None = None
 
     @property
     def step_seconds(self) -> float:
@@ -184,17 +198,23 @@ class ShardingStrategy:
     def axis_rules(self, base: AxisRules | None = None) -> AxisRules:
         """The strategy's sharding of activations: ``JaxBackend(device_mesh=…, rules=strategy.axis_rules())``.
 
-        The batch is sharded over :attr:`batch_axes` (or, if these do not divide it, according to ``base``).
+        The batch is sharded over :attr:`batch_axes` (or, if these do not divide it, according to ``base``); where there
+        is a :attr:`layout`, heads, the inner features of feed-forward layers and the vocabulary over
+        :attr:`tensor_axes`.
 
         Args:
           base: rules for all other logical axes; by default ``AxisRules()``.
         """
         base = AxisRules() if base is None else base
-        if not self.batch_axes:
-            return base
-        first = "+".join(self.batch_axes)
-        others = [c for c in base.activations.get("batch", ()) if c != first]
-        return AxisRules(base.parameters, {**base.activations, "batch": (first, *others)})
+        activations = dict(base.activations)
+        over = {"batch": self.batch_axes}
+        if self.layout is not None:
+            over |= dict.fromkeys(_INNER, self.tensor_axes)
+        for name, axes in over.items():
+            if axes:
+                first = "+".join(axes)
+                activations[name] = (first, *(c for c in activations.get(name, ()) if c != first))
+        return AxisRules(base.parameters, activations)
 
     def shardings(self, mesh: Mesh | AbstractMesh) -> Any:
         """The ``NamedSharding`` of every array, nested as the arrays are.
@@ -239,6 +259,7 @@ class ShardingStrategy:
             "batch_axes": list(self.batch_axes),
             "tensor_axes": list(self.tensor_axes),
             "optimization_target": self.optimization_target,
+            "layout": None if self.layout is None else self.layout.to_json(),
             "memory_bytes": {**vars(self.memory), "total": self.memory.total},
             "memory_limit_bytes": self.memory_limit_bytes,
             "communication_seconds": self.communication_seconds,

@@ -37,6 +37,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from capibara.hardware import roofline
 from capibara.plan.errors import PlanError
 from capibara.plan.gpus import GpuHost
 from capibara.plan.program.facts import Collective, Kernel, Piece
@@ -184,7 +185,8 @@ class GpuRates:
     def _kernel(self, flops: int, moved: int, dtype: str) -> float:
         name = _DTYPES.get(dtype, "bfloat16")
         peak = self.target.chip.peak_flops.get(name) or self.target.chip.peak("bfloat16")
-        return max(flops / (peak * self.shares.get(name, self.shares["bfloat16"])), moved / self.bandwidth)
+        share = self.shares.get(name, self.shares["bfloat16"])
+        return roofline(flops, moved, peak * share, self.bandwidth)
 
     def piece(self, piece: Piece) -> tuple[float, str]:
         """Seconds of an operation, and the source of the figure."""

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from capibara.hardware import roofline
 from capibara.plan.errors import PlanError
 from capibara.plan.gpus import GpuHost
 from capibara.plan.program.facts import Collective, Kernel, Piece, ProgramFacts
@@ -263,7 +264,7 @@ class _Rates:
     def roofline(self, flops: int, moved: int, dtype: str) -> float:
         chip = self.torus.slice.chip
         peak = chip.peak_flops.get(_DTYPES.get(dtype, "bfloat16"), chip.peak("bfloat16"))
-        return max(flops / peak, moved / self.bandwidth)
+        return roofline(flops, moved, peak, self.bandwidth)
 
     def piece(self, piece: Piece) -> tuple[float, str]:
         floor = self.roofline(piece.flops, piece.hbm_bytes, piece.dtype)
