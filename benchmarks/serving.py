@@ -136,7 +136,15 @@ def by_engine(source: Path, batch: int) -> Write:
     from capibara.serve.sampling import Sampling
 
     loaded = load_source(str(source), quiet=True, decode="auto")
-    engine = Engine(loaded.model, loaded.params, state=loaded.state, max_batch=batch, max_length=LENGTH)
+    engine = Engine(
+        loaded.model,
+        loaded.params,
+        state=loaded.state,
+        max_batch=batch,
+        max_length=LENGTH,
+        prefill_tokens=batch * PROMPT,  # all prompts in one step, as the peers read them
+        prefill_chunks=batch,
+    )
 
     def write(prompts: list[list[int]]) -> list[list[int]]:
         options: dict[str, Any] = {"max_tokens": WRITTEN, "ignore_eos": True}
