@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 LIBRARY := src/capibara/native/libcapibara.so
 SOURCES := src tests benchmarks examples conftest.py hatch_build.py docs/_hooks.py .ci/extras.py
 
-.PHONY: demo announce-demo test test-all test-newest test-extras test-no-jax test-arm gpu-compiler fingerprints bench fuzz fuzz-folders fuzz-ops lint format docs setup \
+.PHONY: demo announce-demo test test-all test-newest test-extras test-no-jax test-arm gpu-compiler browser fingerprints bench fuzz fuzz-folders fuzz-ops lint format docs setup \
   setup-dev help clean
 
 # `--group` needs pip 25.1; the pip that comes with a Python may be older.
@@ -82,6 +82,11 @@ fingerprints: $(VENV)/.capibara-tpu $(LIBRARY)  ## compile the tracked programs 
 
 gpu-compiler: setup-dev  ## the compiler for NVIDIA GPUs (130 MB), for the tests that compile for an H100 without one
 	$(PIP) --no-deps --upgrade --target $(VENV)/cuda -c constraints.txt jax-cuda13-plugin jax-cuda13-pjrt
+
+# The driver is of the version of Chromium that the engine has.
+browser: setup-dev  ## a Chromium (250 MB) for the tests of the chat page, where none is installed
+	$(PYTHON) -m venv $(VENV)/browser
+	$(VENV)/browser/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt PyQt6-WebEngine chromedriver-py
 
 # An environment in which JAX is not installed, and PyTorch is: the package runs from the tree there.
 $(VENV)/no-jax/.ready: $(VENV)/.pip constraints.txt

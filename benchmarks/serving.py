@@ -1,10 +1,11 @@
-"""Texts written by the engine against transformers and CTranslate2, and what weights in codes gain; float32, two cores.
+"""Texts written by the engine against its peers, and what weights in codes gain; float32, two cores.
 
 A Llama-shaped decoder of 101 million parameters with random weights, written by ``transformers`` and read by each side
 from its folder. Prompts of 64 random tokens, 64 greedy tokens each, one text and eight at once; all sides have to write
 the same tokens first. *Reading the weights*: the time in which XLA sums as many bytes as a step reads, over the time of
-a token. *In codes*: the same model compressed with one codec, one text at a time. Needs ``transformers``, ``torch`` and
-``ctranslate2``; what is not installed is left out.
+a token. *In codes*: the same model compressed with one codec, one text at a time. Peers: ``transformers``, CTranslate2
+and, in a process of its own, OpenVINO GenAI: of this interpreter or of that which ``CAPIBARA_OPENVINO_PYTHON`` names.
+Needs ``transformers`` and ``torch``; other peers that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ import argparse
 import importlib.util
 import json
 import os
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +105,30 @@ def by_ctranslate2(folder: Path) -> Write:
     return write
 
 
+@contextmanager
+def by_openvino(python: str, folder: Path) -> Iterator[Write]:
+    script = Path(__file__).with_name("_openvino.py")
+    arguments = (folder, folder.parent / "openvino", WRITTEN, 2)
+    command = [python, "-I", str(script), *map(str, arguments)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        given, answers = process.stdin, process.stdout
+        assert given is not None
+        assert answers is not None
+
+        def answer() -> str:
+            if not (line := answers.readline()):
+                raise RuntimeError("OpenVINO GenAI failed; its error is above")
+            return line
+
+        def write(prompts: list[list[int]]) -> list[list[int]]:
+            print(json.dumps(prompts), file=given, flush=True)
+            return json.loads(answer())
+
+        assert answer() == "ready\n"
+        yield write
+        given.close()
+
+
 def by_engine(source: Path, batch: int) -> Write:
     from capibara.cli._models import load_source
     from capibara.serve import Engine
@@ -108,7 +136,15 @@ def by_engine(source: Path, batch: int) -> Write:
     from capibara.serve.sampling import Sampling
 
     loaded = load_source(str(source), quiet=True, decode="auto")
-    engine = Engine(loaded.model, loaded.params, state=loaded.state, max_batch=batch, max_length=LENGTH)
+    engine = Engine(
+        loaded.model,
+        loaded.params,
+        state=loaded.state,
+        max_batch=batch,
+        max_length=LENGTH,
+        prefill_tokens=batch * PROMPT,  # all prompts in one step, as the peers read them
+        prefill_chunks=batch,
+    )
 
     def write(prompts: list[list[int]]) -> list[list[int]]:
         options: dict[str, Any] = {"max_tokens": WRITTEN, "ignore_eos": True}
@@ -138,45 +174,50 @@ def _prompts(batch: int, seed: int, length: int = PROMPT) -> list[list[int]]:
 
 
 def _against_peers(folder: Path, rounds: int) -> list[dict[str, Any]]:
-    from capibara.measure import interleaved
-
     peers = {"transformers": by_transformers(folder)}
     if importlib.util.find_spec("ctranslate2") is not None:
         peers["ctranslate2"] = by_ctranslate2(folder)
-    found = []
-    for batch in (1, 8):
-        ours = by_engine(folder, batch)
-        prompts = _prompts(batch, 0)
-        want = ours(prompts)
-        same = {
-            name: float(np.mean(np.asarray(write(prompts)) == np.asarray(want)))
-            for name, write in peers.items()
+    here = sys.executable if importlib.util.find_spec("openvino_genai") is not None else None
+    with ExitStack() as started:
+        if python := os.environ.get("CAPIBARA_OPENVINO_PYTHON") or here:
+            peers["openvino-genai"] = started.enter_context(by_openvino(python, folder))
+        return [row for batch in (1, 8) for row in _at_once(folder, peers, batch, rounds)]
+
+
+def _at_once(folder: Path, peers: dict[str, Write], batch: int, rounds: int) -> list[dict[str, Any]]:
+    """Rows of one batch size."""
+    from capibara.measure import interleaved
+
+    ours = by_engine(folder, batch)
+    prompts = _prompts(batch, 0)
+    want = ours(prompts)
+    same = {
+        name: float(np.mean(np.asarray(write(prompts)) == np.asarray(want))) for name, write in peers.items()
+    }
+    assert min(same.values()) > 0.9, same  # where two logits are equal but for rounding, texts part
+    # New prompts each time: nothing of them is known.
+    seeds = iter(range(1, 1 << 20))
+    table = interleaved(
+        {
+            name: lambda write=write, batch=batch, seeds=seeds: write(_prompts(batch, next(seeds)))
+            for name, write in {"capibara": ours, **peers}.items()
+        },
+        rounds,
+        1,
+    )
+    print(table)
+    return [
+        {
+            "what": f"{batch} text{'s' if batch > 1 else ''} at once",
+            "shape": f"{PROMPT} + {WRITTEN} tokens, Llama 101 M, float32",
+            "peer": name,
+            "ratio": table.ratio(name, "capibara"),
+            "ours_tokens_per_s": batch * WRITTEN / table["capibara"].median,
+            "peer_tokens_per_s": batch * WRITTEN / table[name].median,
+            "same_tokens": same[name],
         }
-        assert min(same.values()) > 0.9, same  # where two logits are equal but for rounding, texts part
-        # New prompts each time: nothing of them is known.
-        seeds = iter(range(1, 1 << 20))
-        table = interleaved(
-            {
-                name: lambda write=write, batch=batch, seeds=seeds: write(_prompts(batch, next(seeds)))
-                for name, write in {"capibara": ours, **peers}.items()
-            },
-            rounds,
-            1,
-        )
-        print(table)
-        found += [
-            {
-                "what": f"{batch} text{'s' if batch > 1 else ''} at once",
-                "shape": f"{PROMPT} + {WRITTEN} tokens, Llama 101 M, float32",
-                "peer": name,
-                "ratio": table.ratio(name, "capibara"),
-                "ours_tokens_per_s": batch * WRITTEN / table["capibara"].median,
-                "peer_tokens_per_s": batch * WRITTEN / table[name].median,
-                "same_tokens": same[name],
-            }
-            for name in peers
-        ]
-    return found
+        for name in peers
+    ]
 
 
 def _against_memory(folder: Path, rounds: int) -> list[dict[str, Any]]:

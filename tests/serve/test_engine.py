@@ -23,6 +23,7 @@ from capibara.native import build
 from capibara.serve import Engine, Grammar, Piece, Request, RequestError, Sampling
 from capibara.serve.engine.programs import page_bytes
 from capibara.serve.engine.sequences import Sequence
+from capibara.serve.engine.steps import EngineSizes
 from capibara.serve.engine.streams import StoppingText
 from capibara.serve.requests import EngineClosedError, EngineProtocol, QueueFullError, Stream
 
@@ -483,3 +484,14 @@ def test_steps_tell_a_stranger_nothing_of_what_others_asked() -> None:
         for length in (9, 30, 60):
             assert steps(known[:length], "two") == steps(unknown[:length], "three")
         assert steps(known, "four") == first
+
+
+@pytest.mark.parametrize(("recurrent", "most"), [(False, 4), (True, 3)])
+def test_a_prompt_takes_the_smallest_step_that_has_room_for_it(recurrent: bool, most: int) -> None:
+    sizes = EngineSizes(3, 256, 16, 49, prefill_tokens=128, prefill_chunks=4, recurrent=recurrent)
+    alone = [sizes.shape(0, n) for n in range(1, most + 1)]
+    assert [(s.rows, s.chunks) for s in alone] == [(1, 1), (1, 2), *[(1, most)] * (most - 2)]
+    assert {s.chunk for s in alone} == {128 // most}
+    # Beside texts that are written there is one size.
+    assert {(s.rows, s.chunks) for s in (sizes.shape(2, n) for n in range(1, most + 1))} == {(3, most)}
+    assert sizes.early == [sizes.shape(1, 0), alone[0]]

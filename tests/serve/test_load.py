@@ -105,7 +105,8 @@ def test_three_times_as_much_as_it_can_do(tmp_path: Path) -> None:
             most.append(
                 bench_serve(url, BenchSettings(0, duration_s=8.0, concurrency=20, seed=seed, **sizes))
             )
-            rate = len(most[-1].good) / most[-1].seconds
+            # The most that it was seen to do: where something else took the machine meanwhile, it can do more again.
+            rate = max(len(report.good) / report.seconds for report in most)
             over.append(bench_serve(url, BenchSettings(0, duration_s=8.0, rate=3 * rate, seed=seed, **sizes)))
         target = 2 * float(np.median([report.milliseconds()["e2e"]["p50"] for report in most]))
 

@@ -139,3 +139,16 @@ def test_penalties_and_biases_are_their_definitions() -> None:
 def test_settings_out_of_range_are_named(given_: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Sampling(**given_)
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(
+        st.sampled_from([-np.inf, -1.0, 0.0, 2.0, np.inf, np.nan]), min_size=VOCABULARY, max_size=VOCABULARY
+    )
+)
+def test_the_likeliest_is_the_first_of_equals_and_a_token_whatever_the_logits_are(row: list[float]) -> None:
+    logits = np.array([row, row[::-1]], np.float32)
+    found = CHOOSE(logits, rows_of([Sampling(temperature=0.0)] * 2, [0, 1], [0, 0]))
+    assert found.tokens.dtype == np.int32
+    assert found.tokens.tolist() == logits.argmax(1).tolist()

@@ -1,12 +1,18 @@
-"""A browser without a screen, by the W3C's WebDriver protocol."""
+"""A browser without a screen, by the W3C's WebDriver protocol.
+
+It is ``chromium`` with ``chromedriver``; where they are not installed, the Chromium of PyQt6-WebEngine with the driver
+of chromedriver-py, in the environment that ``make browser`` makes or whose Python ``CAPIBARA_BROWSER_PYTHON`` names.
+"""
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,9 +22,17 @@ import httpx
 
 __all__ = ["MISSING", "Browser", "browser"]
 
-MISSING = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
+_WITH_PACKAGES = Path(
+    os.environ.get("CAPIBARA_BROWSER_PYTHON") or Path(sys.prefix, "browser", "bin", "python")
+)
+_INSTALLED = all(shutil.which(name) for name in ("chromium", "chromedriver"))
+MISSING = (
+    None
+    if _INSTALLED or _WITH_PACKAGES.exists()
+    else "chromium and chromedriver not found (Debian: chromium, chromium-driver; elsewhere: make browser)"
+)
 _ARGUMENTS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update",
 )  # fmt: skip
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
@@ -63,38 +77,66 @@ class Browser:
         return found
 
     def size(self, width: int, height: int) -> None:
-        self._post("window/rect", width=width, height=height)
+        """The size of the page, in its own pixels."""
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self._post("goog/cdp/execute", cmd="Emulation.setDeviceMetricsOverride", params=metrics)
 
     def picture(self, path: Path) -> None:
         answer = self._http.get(f"/session/{self._session}/screenshot")
         path.write_bytes(base64.b64decode(answer.json()["value"]))
 
 
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@contextlib.contextmanager
+def _started(*command: object) -> Iterator[None]:
+    process = subprocess.Popen(
+        [str(part) for part in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _answers(http: httpx.Client, url: str) -> httpx.Response:
+    """What a process that has just been started answers once it listens."""
+    end = time.monotonic() + 30
+    while True:
+        with contextlib.suppress(httpx.ConnectError):
+            answer = http.get(url)
+            if answer.status_code == 200:
+                return answer
+        assert time.monotonic() < end, url
+        time.sleep(0.05)
+
+
 @contextlib.contextmanager
 def browser(folder: Path, *arguments: str) -> Iterator[Browser]:
     """A browser with a profile of its own in a folder."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    driver = subprocess.Popen(
-        ["chromedriver", f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
-            end = time.monotonic() + 30
-            while True:
-                with contextlib.suppress(httpx.ConnectError):
-                    if http.get("/status").json()["value"]["ready"]:
-                        break
-                assert time.monotonic() < end
-                time.sleep(0.05)
-            options = {"args": [*_ARGUMENTS, f"--user-data-dir={folder}", *arguments]}
-            wanted = {"alwaysMatch": {"browserName": "chrome", "goog:chromeOptions": options}}
-            made = http.post("/session", json={"capabilities": wanted})
-            assert made.status_code == 200, made.text
-            session = made.json()["value"]["sessionId"]
-            yield Browser(http, session)
-            http.delete(f"/session/{session}")
-    finally:
-        driver.kill()
-        driver.wait()
+    assert MISSING is None, MISSING
+    with contextlib.ExitStack() as started:
+        port, arguments = _free_port(), (*_ARGUMENTS, *arguments)
+        http = started.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60))
+        driver = "chromedriver"
+        options: dict[str, Any] = {"args": ["--headless", f"--user-data-dir={folder}", *arguments]}
+        if not _INSTALLED:
+            path = "import chromedriver_py; print(chromedriver_py.binary_path)"
+            driver = subprocess.check_output([_WITH_PACKAGES, "-c", path], text=True).strip()
+            host, debugged = Path(__file__).with_name("qt_browser.py"), _free_port()
+            started.enter_context(_started(_WITH_PACKAGES, host, debugged, *arguments))
+            _answers(http, f"http://127.0.0.1:{debugged}/json/version")
+            options = {"debuggerAddress": f"127.0.0.1:{debugged}"}  # its profile is in memory
+        started.enter_context(_started(driver, f"--port={port}"))
+        assert _answers(http, "/status").json()["value"]["ready"]
+        wanted = {"alwaysMatch": {"browserName": "chrome", "goog:chromeOptions": options}}
+        made = http.post("/session", json={"capabilities": wanted})
+        assert made.status_code == 200, made.text
+        session = made.json()["value"]["sessionId"]
+        started.callback(http.delete, f"/session/{session}")
+        yield Browser(http, session)

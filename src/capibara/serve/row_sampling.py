@@ -97,16 +97,22 @@ def choose(logits: jax.Array, rows: SamplingRows, changes: Changes | None = None
     # Where every row is greedy nothing is drawn, and where no row leaves tokens out nothing is sorted.
     tokens = lax.cond(
         jnp.all(greedy),
-        lambda: jnp.argmax(changed, axis=-1).astype(jnp.int32),
-        lambda: jnp.where(greedy, jnp.argmax(changed, axis=-1), _drawn(changed, rows, greedy)).astype(
-            jnp.int32
-        ),
+        lambda: _likeliest(changed),
+        lambda: jnp.where(greedy, _likeliest(changed), _drawn(changed, rows, greedy)),
     )
     logprobs = jnp.take_along_axis(own, tokens[:, None], axis=1)[:, 0]
     top_logprobs, top_tokens = (
         lax.top_k(own, top) if top else (own[:, :0], jnp.zeros((own.shape[0], 0), jnp.int32))
     )
     return Chosen(tokens, logprobs, top_tokens, top_logprobs)
+
+
+def _likeliest(logits: jax.Array) -> jax.Array:
+    """``jnp.argmax(logits, axis=-1)``, int32; two reductions, since XLA vectorizes none of pairs on CPUs."""
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    places = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    found = (logits == largest) | jnp.isnan(logits)
+    return jnp.min(jnp.where(found, places, logits.shape[-1] - 1), axis=-1)
 
 
 def _changed(logits: jax.Array, changes: Changes) -> jax.Array:
@@ -128,7 +134,7 @@ def _drawn(logits: jax.Array, rows: SamplingRows, greedy: jax.Array) -> jax.Arra
         return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), number), logits.shape[1:])
 
     # The largest of logits and Gumbel noise is a draw from the softmax (Gumbel, 1954).
-    return jnp.argmax(kept + jax.vmap(noise)(rows.seed, rows.number), axis=-1)
+    return _likeliest(kept + jax.vmap(noise)(rows.seed, rows.number))
 
 
 def _kept(logits: jax.Array, rows: SamplingRows) -> jax.Array:

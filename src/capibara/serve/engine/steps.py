@@ -132,10 +132,9 @@ class EngineSizes:
         chunk = max(1, self.prefill_tokens // chunks)
         rows = self._rows
         found = [StepShape(n, c, chunk) for n in rows for c in (0, chunks)]
-        if chunks > 1:
-            # Where little else runs, a short prompt, or the new end of a known one, takes less time than a long one.
-            found.insert(2, StepShape(rows[0], 1, chunk))
-        return found
+        # Where little else runs, a short prompt, or the new end of a known one, takes less time than a long one.
+        fewer = [2**n for n in range(chunks.bit_length()) if 2**n < chunks]
+        return [*found[:2], *(StepShape(rows[0], n, chunk) for n in fewer), *found[2:]]
 
     @property
     def early(self) -> list[StepShape]:

@@ -30,10 +30,35 @@ function show(element, content) {
     }
     const block = document.createElement("pre");
     block.append(Object.assign(document.createElement("code"), { textContent: part.replace(/\n$/, "") }));
+    element.append(block);
+    if (!navigator.clipboard) return; // a page from another machine by plain HTTP has none
     const copy = Object.assign(document.createElement("button"), { type: "button", textContent: "Copy" });
     copy.addEventListener("click", () => navigator.clipboard.writeText(part));
-    element.append(block, copy);
+    element.append(copy);
   });
+}
+
+const root = document.documentElement;
+const toEnd = () => { root.scrollTop = root.scrollHeight; };
+
+function following(change) {
+  // A reader at the end stays there; one who scrolled up is not taken away from what they read.
+  const atEnd = root.scrollHeight - root.scrollTop - root.clientHeight < 40;
+  change();
+  if (atEnd) toEnd();
+}
+
+function paced(draw) {
+  // Servers write faster than a long text is laid out: drawing takes a quarter of the time at most, so that Stop works.
+  let [timer, pause] = [null, 0];
+  const now = () => {
+    clearTimeout(timer);
+    timer = null;
+    const begun = performance.now();
+    draw();
+    pause = 3 * (performance.now() - begun);
+  };
+  return { now, soon: () => { timer ??= setTimeout(now, Math.max(pause, 16)); } };
 }
 
 function article(role, content) {
@@ -43,15 +68,16 @@ function article(role, content) {
   const said = Object.assign(document.createElement("div"), { className: "said" });
   made.append(Object.assign(document.createElement("h2"), { textContent: names[role] ?? role }), said);
   show(said, content);
-  log.append(made);
-  made.scrollIntoView({ block: "end" });
+  following(() => log.append(made));
   return said;
 }
 
 function busy(is) {
   at("send").disabled = is;
   at("stop").hidden = !is;
-  at("again").hidden = is || !messages.some((one) => one.role === "assistant");
+  log.ariaBusy = String(is); // screen readers wait for the whole answer
+  at("again").hidden = is || !messages.length;
+  at("again").textContent = messages.at(-1)?.role === "user" ? "Try again" : "Answer again";
 }
 
 function request() {
@@ -66,7 +92,13 @@ function request() {
     return ["v1/completions", body];
   }
   const system = at("system").value.trim();
-  body.messages = [...(system ? [{ role: "system", content: system }] : []), ...messages];
+  body.messages = system ? [{ role: "system", content: system }] : [];
+  for (const { role, content } of messages) {
+    const last = body.messages.at(-1);
+    // What got no answer is asked together with what follows: many templates refuse two turns of a user.
+    if (last?.role === role) last.content += `\n\n${content}`;
+    else body.messages.push({ role, content });
+  }
   return ["v1/chat/completions", body];
 }
 
@@ -84,23 +116,28 @@ async function* events(response) {
 
 async function wait(seconds, signal) {
   for (; seconds > 0 && !signal.aborted; --seconds) {
-    statusLine.textContent = `The server is busy. Asked again in ${seconds} s.`;
-    await new Promise((done) => setTimeout(done, 1000));
+    statusLine.textContent = `The server is busy. Retrying in ${seconds} s.`;
+    await new Promise((done) => {
+      setTimeout(done, 1000);
+      signal.addEventListener("abort", done, { once: true });
+    });
   }
 }
 
 async function answer() {
-  running = new AbortController();
-  const { signal } = running;
+  const mine = running = new AbortController();
+  const { signal } = mine;
   busy(true);
   const said = article("assistant", "");
+  toEnd();
   const message = { role: "assistant", content: "" };
+  const [path, body] = request();
   messages.push(message);
+  const drawing = paced(() => following(() => show(said, message.content)));
+  let next = text;
   const begun = performance.now();
   let first = null;
   try {
-    const [path, body] = request();
-    if (info.chat) body.messages.pop(); // the answer itself
     let response;
     for (;;) {
       statusLine.textContent = "";
@@ -113,7 +150,7 @@ async function answer() {
     }
     if (response.status === 401) {
       at("settings").open = true;
-      at("key").focus();
+      next = at("key");
       throw new Error("This server wants an API key: put it into the settings.");
     }
     if (!response.ok) throw new Error((await response.json()).error.message);
@@ -124,28 +161,31 @@ async function answer() {
       if (more) {
         first ??= performance.now();
         message.content += more;
-        show(said, message.content);
-        said.scrollIntoView({ block: "end" });
+        drawing.soon();
       }
       if (event.usage) {
         const seconds = (performance.now() - (first ?? begun)) / 1000;
         const speed = event.usage.completion_tokens / Math.max(seconds, 0.001);
         const figures = `${event.usage.completion_tokens} tokens, ${speed.toFixed(1)} a second`;
-        said.parentElement.append(
-          Object.assign(document.createElement("p"), { className: "figures", textContent: figures }));
+        following(() => said.parentElement.append(
+          Object.assign(document.createElement("p"), { className: "figures", textContent: figures })));
       }
     }
   } catch (error) {
     if (!message.content) {
-      messages.pop();
+      messages = messages.filter((one) => one !== message);
       said.parentElement.remove();
     }
+    if (running !== mine) return; // a new conversation has begun
     if (error.name === "AbortError") statusLine.textContent = "Stopped.";
     else article("error", error.message).parentElement.classList.add("error");
   } finally {
-    running = null;
-    busy(false);
-    text.focus();
+    drawing.now();
+    if (running === mine) {
+      running = null;
+      busy(false);
+      next.focus();
+    }
   }
 }
 
@@ -169,6 +209,7 @@ document.addEventListener("keydown", (event) => { if (event.key === "Escape") ru
 at("stop").addEventListener("click", () => running?.abort());
 at("clear").addEventListener("click", () => {
   running?.abort();
+  running = null;
   messages = [];
   log.replaceChildren();
   statusLine.textContent = "";
