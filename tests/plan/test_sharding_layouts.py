@@ -22,6 +22,7 @@ from capibara.plan.candidate import Candidate
 from capibara.plan.memory import estimate_memory
 from capibara.plan.search.analytic import estimate_time
 from capibara.plan.sharding import ShardingStrategy, create_training_mesh, optimize_sharding_strategy
+from capibara.plan.sharding.strategy import bytes_text
 from capibara.plan.validation import MeshSizes
 from capibara.sharding import Layout
 
@@ -317,6 +318,48 @@ def test_on_any_mesh_parts_are_equal_and_nothing_listed_is_better(
                 assert not axes or "+".join(axes) in AxisRules().parameters[str(name)]
 
 
+def test_the_smallest_pipeline_has_the_microbatches_that_need_the_least() -> None:
+    fast, small = (
+        optimize_sharding_strategy(
+            SMALL, (64, 64), (2, 2), 16.0, axis_names=("pipeline", "data"), optimization_target=target
+        )
+        for target in ("throughput", "memory")
+    )
+    assert fast.layout is not None
+    assert small.layout is not None
+    assert fast.layout.microbatches < small.layout.microbatches == 16
+    assert small.memory.total < fast.memory.total / 4
+    assert small.bound_seconds == fast.bound_seconds
+    with pytest.raises(DoesNotFitError, match="the smallest layout found takes") as caught:
+        limit = (small.memory.total - 1) / GIB
+        optimize_sharding_strategy(SMALL, (64, 64), (2, 2), limit, axis_names=("pipeline", "data"))
+    assert f"takes {small.memory}" in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (4, 8)])
+def test_remedies_without_a_layout_are_not_listed(shape: tuple[int, int]) -> None:
+    """Half of 32 rows on 4 × 8 devices, or 32 rows on more: the four heads are not divided over the rest."""
+    with pytest.raises(DoesNotFitError) as caught:
+        optimize_sharding_strategy(SMALL, (32, 64), shape, 1e-6, axis_names=("data", "columns"))
+    said = str(caught.value)
+    assert "inf" not in said
+    assert "remat='full'" in said
+    # 64 × 2 devices have no layout, 32 × 2 have.
+    assert ("64 devices as 32x2" in said) == (shape == (2, 2))
+    assert ("All together still would not" in said) == (shape == (4, 8))
+
+
+def test_a_layout_is_estimated_once_however_many_axes_are_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(
+        "capibara.plan.sharding.layouts.estimate_memory",
+        lambda config, layout, target: seen.append(layout) or estimate_memory(config, layout, target),
+    )
+    found = optimize_sharding_strategy(SMALL, (16, 64), (2, 2, 2, 2), 1.0, axis_names=("a", "b", "c", "d"))
+    assert len(found.alternatives) > 2 * len(seen)
+    assert len(set(seen)) == len(seen)
+
+
 def test_settings_are_the_models_own_unless_they_are_given() -> None:
     model = model_of("1.2 billion")
 
@@ -356,6 +399,10 @@ def test_other_steps_than_plans_have_are_searched_array_by_array(given: dict[str
     assert found.layout is None
     assert any(why in text for text in found.assumptions)
     assert found.communication_seconds == pytest.approx(sum(a.seconds for a in found))
+
+
+def test_sizes_have_no_exponents() -> None:
+    assert [bytes_text(n * 1024) for n in (999.4, 999.6, 1023)] == ["999 KiB", "1,000 KiB", "1,023 KiB"]
 
 
 def test_a_training_mesh_of_one_device_needs_no_axes() -> None:
@@ -425,3 +472,19 @@ def test_gradients_that_wait_are_whole_once() -> None:
     # Beside them the parts of parameters in bfloat16.
     copies = (part.parameters - full.parameters) / 2
     assert part.temporaries - full.temporaries <= copies
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_copies_over_data_leave_a_devices_memory(remat: Any, tied: bool, microbatches: int) -> None:
+    """8 devices with 32 rows; and four times as many of both, each with a copy."""
+    settings = {"model.tie_embeddings": tied, "model.num_layers": 4, "train.sequence_length": 512}
+    found = []
+    for copies, target in ((1, parse_slice("v4:2x2x2")), (4, V4)):
+        config = ModularModelConfig.from_toml(
+            "production/tpu_v4", {**settings, "train.batch_size": 32 * copies}
+        )
+        layout = over(copies, 8, remat=remat, microbatches=microbatches)
+        found.append(estimate_memory(config, layout, target))
+    assert found[0] == found[1]

@@ -231,8 +231,7 @@ def working_set(
         for turn in dict.fromkeys(turns)
     )
     sizes = layout.axis_sizes
-    # Parts of what is sharded over the devices that have rows of their own; along ``data`` beside ``fsdp`` are copies.
-    parts = sizes.get("fsdp", sizes.get("data", 1))
+    parts = _stored_parts(layout)
     if (
         max(map(len, turns)) > 1
         and parts * sizes.get("data", 1) > 1
@@ -380,9 +379,15 @@ def _sums_head(config: ModularModelConfig, layout: Layout, target: Target) -> bo
     return own and summed and target.platform != "cuda"
 
 
+def _stored_parts(layout: Layout) -> int:
+    """Parts of what is sharded over devices that have rows of their own; along ``data`` beside ``fsdp`` are copies."""
+    sizes = layout.axis_sizes
+    return sizes.get("fsdp", sizes.get("data", 1))
+
+
 def _scatters_lanes(layout: Layout, w: Widths) -> bool | None:
     """Whether a device's part of what is sharded over the stream's width is whole tiles; None: nothing is sharded."""
-    parts = layout.axis_sizes.get("data", 1) * layout.axis_sizes.get("fsdp", 1)
+    parts = _stored_parts(layout)
     if layout.parameters != "sharded" or parts == 1:
         return None
     return w.stream % (parts * LANES) == 0

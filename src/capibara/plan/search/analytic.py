@@ -295,14 +295,14 @@ def _of_stages(
     # Besides what its rematerialisation repeats, a stage's forward pass is repeated as a whole.
     compute += (step_flops(one, training=False) / inner.num_devices - head) / peak
     memory += _PASSES / 3 * tokens * (one.model.num_layers * m.embed_dim) * 2 / bandwidth
-    # Forward an activation in bfloat16 and backward its gradient, over one link; and the last stage's output is
-    # scattered in float32, its gradient gathered.
+    # Forward an activation in bfloat16 and backward its gradient, over one link; and of the last stage's output a part
+    # to each stage, and its gradient back, over all of its links.
     wait = ticks(layout)
     stream = tokens * m.embed_dim
     links = _links(target, sizes, link_bandwidth)
     link = links.bandwidth if links.switched else links.bandwidth / 2  # one of a ring's two
     communication = found.communication + wait * 2 * stream * 2 / link
-    communication += links.gather(stream * 6, ("pipeline",))
+    communication += links.gather(stream * 4, ("pipeline",))
 
     def whole(communication: float) -> Estimate:
         busy = max(memory, 0.0) * wait + found.update

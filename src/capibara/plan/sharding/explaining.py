@@ -108,15 +108,14 @@ def _refusal(
     )
     helps, others, together = [], [], whole
     for steps in remedies:
-        last = None
+        tried = []
         for text, change in steps:
-            size = smallest(change(whole))
-            last = (text, change, size)
-            if size <= problem.limit:
+            tried.append((smallest(change(whole)), text, change))
+            if tried[-1][0] <= problem.limit:
                 break
-        if last is None:
+        size, text, change = min(tried, key=lambda one: one[0], default=(math.inf, "", None))
+        if change is None or math.isinf(size):  # fewer rows or more devices than a layout has a place for
             continue
-        text, change, size = last
         together = change(together)
         if size <= problem.limit:
             helps.append(f"{text} ({bytes_text(size)})")
@@ -125,9 +124,11 @@ def _refusal(
     if helps:
         return f"{said} What would make it fit: {'; '.join(helps)}."
     if others:
+        said += f" None of these alone would do: {'; '.join(others)}."
         size = smallest(together)
-        verb = "would fit" if size <= problem.limit else "still would not"
-        return f"{said} None of these alone would do: {'; '.join(others)}. All together {verb} ({bytes_text(size)})."
+        if math.isfinite(size):
+            verb = "would fit" if size <= problem.limit else "still would not"
+            said += f" All together {verb} ({bytes_text(size)})."
     return said
 
 
@@ -138,7 +139,8 @@ def _smallest(problem: Problem) -> float:
 
 def _smallest_layout(step: Step) -> float:
     """The same of a step; infinite where none is left."""
-    return min((one.memory.total for one in placed(step)), default=math.inf) if step.target else math.inf
+    layouts = placed(step, smallest=True) if step.target else []
+    return min((one.memory.total for one in layouts), default=math.inf)
 
 
 Change = Callable[[Problem], Problem]

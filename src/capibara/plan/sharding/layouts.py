@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
 
 from capibara.config import ModularModelConfig
@@ -221,23 +222,26 @@ def _target(chip: Chip, devices: int) -> Target | None:
     return None
 
 
-def placed(step: Step) -> list[Placed]:
-    """Every layout of the step that the mesh allows; none where the model cannot be divided over it."""
+def placed(step: Step, *, smallest: bool = False) -> list[Placed]:
+    """Every layout of the step that the mesh allows; none where the model cannot be divided over it.
+
+    Args:
+      smallest: of several numbers of microbatches take the one with the least memory, instead of the fastest that fits.
+    """
     target = step.target
     assert target is not None
     found: list[Placed] = []
+    estimates = lru_cache(maxsize=None)(partial(_estimates, step, target))  # many ways are one layout
     for setting, parts, layouts in _ways(step):
         specs = [_specs(step.problem, layout, parts) for layout in layouts[:1]]
         if not specs or not _allowed(step.problem, specs[0]):
             continue
         standard = _is_standard(step.problem, setting, specs[0])
-        of_counts = [_priced(step, target, layout, setting, specs[0], standard) for layout in layouts]
-        fitting = [one for one in of_counts if one.memory.total <= step.problem.limit]
-        found.append(
-            min(fitting, key=lambda one: one.order(False))
-            if fitting
-            else min(of_counts, key=lambda one: one.order(True))
-        )
+        of_counts = [
+            Placed(layout, setting, specs[0], *estimates(layout), standard=standard) for layout in layouts
+        ]
+        best = best_of(of_counts, step.problem.limit, smallest)
+        found.append(best or min(of_counts, key=lambda one: one.order(True)))
     return found
 
 
@@ -345,20 +349,11 @@ def _is_standard(problem: Problem, setting: Setting, specs: Specs) -> bool:
     )
 
 
-def _priced(
-    step: Step, target: Target, layout: Layout, setting: Setting, specs: Specs, standard: bool
-) -> Placed:
+def _estimates(step: Step, target: Target, layout: Layout) -> tuple[MemoryUse, float, float]:
+    """The memory of a layout, and the seconds of computing and of communicating."""
     memory = estimate_memory(step.config, layout, target)
     time = estimate_time(step.config, layout, target, link_bandwidth=step.link_bandwidth)
-    return Placed(
-        layout=layout,
-        setting=setting,
-        specs=specs,
-        memory=_memory_use(step, memory),
-        computing=time.compute + time.memory,
-        communicating=time.communication,
-        standard=standard,
-    )
+    return _memory_use(step, memory), time.compute + time.memory, time.communication
 
 
 def _memory_use(step: Step, memory: MemoryEstimate) -> MemoryUse:

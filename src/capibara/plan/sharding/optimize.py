@@ -95,8 +95,9 @@ def optimize_sharding_strategy(
     what is inferred from shapes if dimensions have no names. The times are estimates from peak rates, for comparing
     layouts: see ``strategy.assumptions``. A compiled plan (``capibara plan``) is exact where this estimates.
 
-    So are forward passes (``"latency"``, ``training=False``), encoders, models that the mesh does not divide, other
-    ``rules`` than the standard ones, and chips that plans are not made for.
+    So are forward passes (``"latency"``, ``training=False``), encoders, steps on pairs of answers
+    (``finetune.objective="dpo"``), models that the mesh does not divide, other ``rules`` than the standard ones, and
+    chips that plans are not made for.
 
     Args:
       model_params: a nested dict (or other pytree) of arrays, ``jax.ShapeDtypeStruct`` or shapes; or a
@@ -116,14 +117,14 @@ def optimize_sharding_strategy(
         model whose backend has a mesh (its own constraints follow them) or rules other than the standard ones;
         otherwise none.
       training: whether there are gradients and optimiser state; by default for all targets but ``"latency"``.
-      optimizer_bytes: bytes of optimiser state per parameter; by default those of a known configuration's optimiser,
-        otherwise 8 (Adam: two float32 moments).
-      compute_dtype: of activations and gathered parameters; by default that of a known configuration, otherwise
-        bfloat16.
-      accumulate_dtype: in which products are summed, including sums over several devices; by default that of a known
-        configuration, otherwise float32.
+      optimizer_bytes: bytes of optimiser state per parameter; by default, if the strategy is a layout, those of the
+        configuration's optimiser; if every array is searched for, 8 (Adam: two float32 moments).
+      compute_dtype: of activations and gathered parameters; by default the configuration's, or bfloat16 if every array
+        is searched for.
+      accumulate_dtype: in which products are summed, including sums over several devices; by default the
+        configuration's, or float32 if every array is searched for.
       remat: whether the backward pass recomputes each block (``"full"``) or all values are stored (``"none"``); by
-        default as a known configuration has it, otherwise ``"full"``.
+        default as the configuration has it, or ``"full"`` if every array is searched for.
       link_bandwidth: bytes per second, one way, over one link, instead of the chip's.
 
     Raises:
@@ -201,7 +202,7 @@ def optimize_sharding_strategy(
             accumulate_dtype=accumulate_dtype,
             link_bandwidth=link_bandwidth,
         )
-    if step is not None and (layouts := placed(step)):
+    if step is not None and (layouts := placed(step, smallest=smallest)):
         chosen = best_of(layouts, problem.limit, smallest)
         if chosen is None:
             raise DoesNotFitError(planned_does_not_fit(step, mesh, layouts))
@@ -284,7 +285,8 @@ def _planned(
 ) -> ShardingStrategy:
     """The strategy of a layout."""
     limit = step.problem.limit
-    alike = [one for one in layouts if one.setting.batch == best.setting.batch and one.memory.total <= limit]
+    fastest = placed(step) if target == "memory" else layouts  # of each way, the number of microbatches
+    alike = [one for one in fastest if one.setting.batch == best.setting.batch and one.memory.total <= limit]
     others = sorted(
         (one for one in layouts if one is not best), key=lambda one: one.order(target == "memory")
     )
