@@ -70,6 +70,8 @@ def test_any_shape_of_positive_sizes_is_accepted(shape):
         ({"optimization_target": "inferense"}, ["'inferense'", "Did you mean 'inference'?"]),
         ({"memory_limit_gb": 0}, ["memory_limit_gb=0"]),
         ({"memory_limit_gb": float("nan")}, ["memory_limit_gb=nan"]),
+        ({"memory_limit_gb": 1e300}, ["memory_limit_gb=1e+300", "1e18"]),
+        ({"memory_limit_gb": 10**400}, ["memory_limit_gb=10"]),
         ({"memory_limit_gb": "32"}, ["memory_limit_gb='32'"]),
         ({"memory_limit_gb": True}, ["memory_limit_gb=True"]),
         ({"axis_names": ("data", "data")}, ["different names"]),

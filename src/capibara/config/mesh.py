@@ -206,9 +206,9 @@ def create_tpu_mesh_config(
             + did_you_mean(str(optimization_target), options)
         )
     number = isinstance(memory_limit_gb, int | float) and not isinstance(memory_limit_gb, bool)
-    if not number or not 0 < memory_limit_gb < math.inf:
+    if not number or not 0 < memory_limit_gb < 1e18:  # in bytes, too, a number that a float holds
         raise ConfigError(
-            f"memory_limit_gb={memory_limit_gb!r}: expected a number of GiB above 0, such as 32.0"
+            f"memory_limit_gb={memory_limit_gb!r}: expected a number of GiB above 0 and below 1e18, such as 32.0"
         )
     if axis_names is None:
         standard = {1: ("data",), 2: ("data", "model"), 3: ("data", "fsdp", "model")}
