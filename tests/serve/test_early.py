@@ -94,7 +94,7 @@ def test_a_long_prompt_does_not_wait_for_its_program() -> None:
 
 def test_a_prompt_takes_a_larger_step_whose_program_is_there() -> None:
     model = ModularCapibaraModel(config_of())
-    sizes = SIZES | {"prefill_chunks": 4}
+    sizes: dict[str, Any] = SIZES | {"prefill_chunks": 4}
     made, held = threading.Event(), threading.Event()
 
     class Held(Engine):
