@@ -214,3 +214,38 @@ def test_what_got_no_answer_is_asked_with_what_follows(page: Browser) -> None:
     page.wait(lambda: page.run("return window.asked[0].content") == "anew")
     assert page.texts("#status") == [""]
     assert len(page.texts("article")) == 2
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+def test_what_a_proxy_answers(page: Browser) -> None:
+    page.wait(lambda: page.texts("h1") == ["tiny"])
+    page.run("window.fetch = async () => new Response('<h1>Bad gateway</h1>', { status: 502 })")
+    page.write("#text", "hello\ue007")
+    page.wait(lambda: page.texts("article.error .said") == ["HTTP status 502, expected 200. Try again."])
+    page.run(
+        """
+        window.asked = 0;
+        const headers = { "retry-after": "Wed, 21 Oct 2026 07:28:00 GMT" };
+        window.fetch = async () => { ++window.asked; return new Response("", { status: 429, headers }); };
+        """
+    )
+    page.click("#again")
+    page.wait(lambda: page.texts("#status") == ["The server is busy. Retrying in 1 s."])
+    begun = time.monotonic()
+    page.wait(lambda: page.run("return window.asked") >= 3)
+    assert time.monotonic() - begun > 1
+    page.click("#stop")
+    page.wait(lambda: page.texts("#status") == ["Stopped."])
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+def test_many_empty_lines_do_not_hold_the_page_up(page: Browser) -> None:
+    page.wait(lambda: page.texts("h1") == ["tiny"])
+    page.run(BY_HAND)
+    page.write("#text", "hello\ue007")
+    page.wait(lambda: page.run("return window.say !== undefined"))
+    begun = time.monotonic()
+    page.run("window.say('x' + '\\n'.repeat(150_000) + '\u4f60\U0001f9ab')")
+    end = "document.querySelector('article.assistant .said').textContent.slice(-3)"
+    page.wait(lambda: page.run(f"return {end}") == "\u4f60\U0001f9ab")
+    assert time.monotonic() - begun < 8

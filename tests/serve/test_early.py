@@ -90,3 +90,25 @@ def test_a_long_prompt_does_not_wait_for_its_program() -> None:
         assert [token for piece in engine.submit(asked) for token in piece.tokens] == want
         assert engine.statistics().steps - first.steps == steps == 3 + 3  # 8 in a step
         assert engine.statistics().compilations == 0
+
+
+def test_a_prompt_takes_a_larger_step_whose_program_is_there() -> None:
+    model = ModularCapibaraModel(config_of())
+    sizes: dict[str, Any] = SIZES | {"prefill_chunks": 4}
+    made, held = threading.Event(), threading.Event()
+
+    class Held(Engine):
+        def _warm(self, rest: Any, done: int, total: int, progress: Any) -> None:
+            for compile_one in rest[:2]:  # of four pieces, and what follows it
+                compile_one()
+            made.set()
+            assert held.wait(60)
+
+    with Held(model, warm="first", prefix_cache=False, **sizes) as engine:
+        try:
+            assert made.wait(60)
+            two_pieces = Request((1, 2, 3, 4), max_tokens=2, sampling=Sampling(temperature=0.0))
+            assert [piece.error for piece in engine.submit(two_pieces)] == [None, None]
+            assert engine.statistics().compilations == 0
+        finally:
+            held.set()

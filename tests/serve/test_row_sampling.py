@@ -152,3 +152,13 @@ def test_the_likeliest_is_the_first_of_equals_and_a_token_whatever_the_logits_ar
     found = CHOOSE(logits, rows_of([Sampling(temperature=0.0)] * 2, [0, 1], [0, 0]))
     assert found.tokens.dtype == np.int32
     assert found.tokens.tolist() == logits.argmax(1).tolist()
+
+
+@pytest.mark.parametrize("vocabulary", [3, 5, 9, 17])
+def test_a_draw_is_the_likeliest_token_where_no_other_can_be(vocabulary: int) -> None:
+    for likeliest in range(vocabulary):
+        for seed in range(10):
+            logits = np.full((1, vocabulary), -40, np.float32)
+            logits[0, likeliest] = seed / 7
+            found = CHOOSE(logits, rows_of([Sampling(temperature=0.7)], [seed], [3]))
+            assert found.tokens.tolist() == [likeliest]

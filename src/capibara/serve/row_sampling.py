@@ -108,7 +108,12 @@ def choose(logits: jax.Array, rows: SamplingRows, changes: Changes | None = None
 
 
 def _likeliest(logits: jax.Array) -> jax.Array:
-    """``jnp.argmax(logits, axis=-1)``, int32; two reductions, since XLA vectorizes none of pairs on CPUs."""
+    """``jnp.argmax(logits, axis=-1)``, int32; two reductions, since XLA vectorizes none of pairs on CPUs.
+
+    Args:
+      logits: operands or results of ``lax.cond``, which are arrays in memory: fused into both reductions, they would be
+        computed twice, and may then differ in the last bit.
+    """
     largest = jnp.max(logits, axis=-1, keepdims=True)
     places = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     found = (logits == largest) | jnp.isnan(logits)
@@ -127,14 +132,18 @@ def _changed(logits: jax.Array, changes: Changes) -> jax.Array:
 def _drawn(logits: jax.Array, rows: SamplingRows, greedy: jax.Array) -> jax.Array:
     scaled = logits / jnp.where(greedy, 1, rows.temperature)[:, None]
     leaves_out = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
-    kept = lax.cond(jnp.any(leaves_out & ~greedy), lambda: _kept(scaled, rows), lambda: scaled)
-    kept = jnp.where(leaves_out[:, None], kept, scaled)
 
     def noise(seed: jax.Array, number: jax.Array) -> jax.Array:
         return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), number), logits.shape[1:])
 
+    noises = jax.vmap(noise)(rows.seed, rows.number)
     # The largest of logits and Gumbel noise is a draw from the softmax (Gumbel, 1954).
-    return _likeliest(kept + jax.vmap(noise)(rows.seed, rows.number))
+    noised = lax.cond(
+        jnp.any(leaves_out & ~greedy),
+        lambda: jnp.where(leaves_out[:, None], _kept(scaled, rows), scaled) + noises,
+        lambda: scaled + noises,
+    )
+    return _likeliest(noised)
 
 
 def _kept(logits: jax.Array, rows: SamplingRows) -> jax.Array:

@@ -734,7 +734,9 @@ class Engine:
           tokens: as for :meth:`EngineSizes.inputs`.
         """
         rows = 1 + max((piece.place for piece in pieces), default=-1)
-        shape = self._sizes.shape(rows, max((-piece.place for piece in pieces), default=0))
+        chunks = max((-piece.place for piece in pieces), default=0)
+        # While programs are compiled beside, a larger one that is there takes less time than waiting for the smallest.
+        shape = self._sizes.shape(rows, chunks, self._is_ready if self._programs_left else None)
         inputs = self._sizes.inputs(shape, pieces, tokens)
         adapter = pieces[0].sequence.adapter if pieces else None
         weights = None if adapter is None else adapter.weights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as Row
 from dataclasses import dataclass
 from functools import cached_property
@@ -161,10 +162,15 @@ class EngineSizes:
         """All shapes, those of a plain request first."""
         return [*self.plain, *self.guessed, self.scored]
 
-    def shape(self, rows: int, chunks: int) -> StepShape:
-        """The smallest shape of steps without guesses that has room for so many rows and pieces of prompts."""
+    def shape(self, rows: int, chunks: int, ready: Callable[[StepShape], bool] | None = None) -> StepShape:
+        """The smallest shape of steps without guesses that has room for so many rows and pieces of prompts.
+
+        Args:
+          ready: whether a shape's program is there; those that are not come last.
+        """
         return min(
-            (s for s in self.plain if s.rows >= rows and s.chunks >= chunks), key=lambda s: (s.tokens, s.rows)
+            (s for s in self.plain if s.rows >= rows and s.chunks >= chunks),
+            key=lambda s: (ready is not None and not ready(s), s.tokens, s.rows),
         )
 
     def inputs(

@@ -24,7 +24,7 @@ function show(element, content) {
   parts.forEach((part, number) => {
     if (number % 2 === 0) {
       const block = document.createElement("p");
-      inline(block, part.replace(/^\n+|\n+$/g, number ? "" : "$&"));
+      inline(block, part.replace(/^\n+|(?<!\n)\n+$/g, number ? "" : "$&"));
       if (part.trim() || parts.length === 1) element.append(block);
       return;
     }
@@ -145,7 +145,7 @@ async function answer() {
       const headers = { "content-type": "application/json", ...(key ? { authorization: `Bearer ${key}` } : {}) };
       response = await fetch(path, { method: "POST", headers, body: JSON.stringify(body), signal });
       if (response.status !== 429) break;
-      await wait(Number(response.headers.get("retry-after") ?? 1), signal);
+      await wait(Math.max(1, Number(response.headers.get("retry-after")) || 1), signal); // a proxy may send a date
       signal.throwIfAborted();
     }
     if (response.status === 401) {
@@ -153,7 +153,11 @@ async function answer() {
       next = at("key");
       throw new Error("This server wants an API key: put it into the settings.");
     }
-    if (!response.ok) throw new Error((await response.json()).error.message);
+    if (!response.ok) {
+      const refusal = await response.json().catch(() => null); // what a proxy says may be HTML
+      signal.throwIfAborted();
+      throw new Error(refusal?.error?.message ?? `HTTP status ${response.status}, expected 200. Try again.`);
+    }
     for await (const event of events(response)) {
       if (event.error) throw new Error(event.error.message);
       const choice = event.choices[0];
