@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capibara.errors import ConfigError
-from capibara.serve.row_sampling import Changes, choose, rows_of
+from capibara.serve.row_sampling import Changes, choose, keep_likeliest, rows_of
 from capibara.serve.sampling import Sampling
 
 VOCABULARY = 12
@@ -63,6 +63,46 @@ def test_what_is_chosen_is_possible_and_depends_on_its_row_alone(samplings: Any,
     again = CHOOSE(shuffled, rows_of(others, [5, seed, 6, 7], [1, 0, 2, 3]), top=3)
     assert int(again.tokens[1]) == int(found.tokens[0])
     assert np.array_equal(again.top_logprobs[1], found.top_logprobs[0])
+
+
+KEEP = jax.jit(keep_likeliest)
+
+
+@pytest.mark.parametrize("steepness", [0.0, 0.05, 3.0])
+def test_what_is_kept_of_a_large_vocabulary(steepness: float) -> None:
+    """Few tokens, which are found among the likeliest, and so many that all are sorted; in both ways the same."""
+    vocabulary = 1000
+    samplings = [
+        Sampling(top_p=0.3),
+        Sampling(top_p=0.9999),
+        Sampling(top_k=40, top_p=0.8, min_p=0.01),
+        Sampling(top_k=256),
+        Sampling(top_k=257),
+        Sampling(top_k=700, top_p=0.5),
+        Sampling(min_p=0.2),
+        Sampling(top_k=5000, min_p=1e-6),
+    ]
+    # Powers of two as probabilities, in any order and with ties: their sums are exact.
+    rng = np.random.default_rng(int(100 * steepness))
+    logits = -np.log(2) * np.floor(rng.integers(0, 400, (len(samplings), vocabulary)) * steepness / 8)
+    logits = logits.astype(np.float32)
+    every = rows_of(samplings, [0] * len(samplings), [0] * len(samplings))
+    kept = np.asarray(KEEP(logits, every, np.ones(len(samplings), bool)))
+    for row, sampling in enumerate(samplings):
+        found = np.flatnonzero(kept[row] > -np.inf)
+        wanted = possible(logits[row], sampling)
+        # Where a sum of probabilities is top-p but for rounding, one token more or less.
+        assert len(wanted ^ set(found.tolist())) <= (1 if 0 < sampling.top_p < 1 else 0), (row, sampling)
+        assert np.array_equal(kept[row][found], logits[row][found])
+        alone = rows_of([sampling], [0], [0])
+        np.testing.assert_array_equal(KEEP(logits[row : row + 1], alone, np.ones(1, bool))[0], kept[row])
+
+
+def test_numbers_that_compare_with_nothing_are_not_kept() -> None:
+    logits = np.linspace(-1, 1, 300, dtype=np.float32)
+    logits[[7, 299]] = np.nan
+    kept = np.asarray(KEEP(logits[None], rows_of([Sampling(top_k=2)], [0], [0]), np.ones(1, bool)))[0]
+    assert np.flatnonzero(kept > -np.inf).tolist() == [297, 298]
 
 
 def test_draws_have_the_probabilities_that_the_settings_leave() -> None:

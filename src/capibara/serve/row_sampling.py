@@ -18,7 +18,10 @@ from jax import lax
 
 from capibara.serve.sampling import GREEDY_BELOW, Sampling
 
-__all__ = ["Changes", "Chosen", "SamplingRows", "choose", "rows_of"]
+__all__ = ["Changes", "Chosen", "SamplingRows", "choose", "keep_likeliest", "rows_of"]
+
+# Likeliest tokens among which the last one that is kept mostly is.
+_FIRST = 256
 
 
 class SamplingRows(NamedTuple):
@@ -140,23 +143,57 @@ def _drawn(logits: jax.Array, rows: SamplingRows, greedy: jax.Array) -> jax.Arra
     # The largest of logits and Gumbel noise is a draw from the softmax (Gumbel, 1954).
     noised = lax.cond(
         jnp.any(leaves_out & ~greedy),
-        lambda: jnp.where(leaves_out[:, None], _kept(scaled, rows), scaled) + noises,
+        lambda: (
+            jnp.where(leaves_out[:, None], keep_likeliest(scaled, rows, leaves_out & ~greedy), scaled)
+            + noises
+        ),
         lambda: scaled + noises,
     )
     return _likeliest(noised)
 
 
-def _kept(logits: jax.Array, rows: SamplingRows) -> jax.Array:
-    """Logits with −∞ for the tokens that top-k, top-p and min-p leave out, in that order."""
-    order = jnp.argsort(-logits, axis=-1, stable=True)
-    ordered = jnp.take_along_axis(logits, order, axis=-1)
-    places = jnp.arange(logits.shape[-1])
-    k = jnp.where(rows.top_k > 0, rows.top_k, logits.shape[-1])[:, None]
-    ordered = jnp.where(places < k, ordered, -jnp.inf)
-    probabilities = jax.nn.softmax(ordered, axis=-1)
-    before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    keep = (before < rows.top_p[:, None]) | (rows.top_p >= 1)[:, None]
-    keep &= probabilities >= rows.min_p[:, None] * probabilities[:, :1]
-    keep = keep.at[:, 0].set(True) & (places < k)
-    back = jnp.argsort(order, axis=-1)
-    return jnp.where(jnp.take_along_axis(keep, back, axis=-1), logits, -jnp.inf)
+def keep_likeliest(logits: jax.Array, rows: SamplingRows, leaves_out: jax.Array) -> jax.Array:
+    """Logits with −∞ for the tokens that top-k, top-p and min-p leave out, in that order.
+
+    Sorting a vocabulary takes several milliseconds a row on a CPU. Mostly few tokens are kept, and finding the
+    likeliest ones takes a hundredth of it; only where the last token that is kept is not among them, all are sorted.
+    What is kept of a row does not depend on the other rows.
+
+    Args:
+      leaves_out: rows whose result counts.
+    """
+    clean = jnp.where(jnp.isnan(logits), -jnp.inf, logits)  # what compares with nothing is not kept
+    vocab = logits.shape[-1]
+    first = min(_FIRST, vocab)
+    largest = jnp.max(clean, axis=-1, keepdims=True)
+    total = jnp.sum(jnp.exp(clean - largest), axis=-1, keepdims=True)
+    k = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocab), vocab)[:, None]
+
+    def last(ordered: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """How many of the likeliest tokens are kept, the last one's logit, and whether there may be no more of them."""
+        places = jnp.arange(ordered.shape[-1])
+        weights = jnp.where(places < k, jnp.exp(ordered - largest), 0)
+        # With top-k their sum is that of the tokens that it keeps.
+        probabilities = weights / jnp.where(k < vocab, jnp.sum(weights, axis=-1, keepdims=True), total)
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities
+        keep = (before < rows.top_p[:, None]) | (rows.top_p >= 1)[:, None]
+        keep &= probabilities >= rows.min_p[:, None] * probabilities[:, :1]
+        keep &= places < k
+        every = jnp.all(keep, axis=-1)
+        count = jnp.where(every, ordered.shape[-1], jnp.maximum(jnp.argmin(keep, axis=-1), 1))
+        known = jnp.where(k[:, 0] < vocab, k[:, 0] <= ordered.shape[-1], ~every)
+        return count, jnp.take_along_axis(ordered, count[:, None] - 1, axis=-1)[:, 0], known
+
+    count, least, known = last(lax.top_k(clean, first)[0])
+    if first < vocab:
+
+        def sort() -> tuple[jax.Array, jax.Array]:
+            every_count, every_least, _ = last(-jnp.sort(-clean, axis=-1))
+            return jnp.where(known, count, every_count), jnp.where(known, least, every_least)
+
+        count, least = lax.cond(jnp.any(leaves_out & ~known), sort, lambda: (count, least))
+    above, equal = clean > least[:, None], clean == least[:, None]
+    # Of equal ones those with the lowest ids.
+    room = count - jnp.sum(above, axis=-1, dtype=jnp.int32)
+    equal &= jnp.cumsum(equal, axis=-1, dtype=jnp.int32) <= room[:, None]
+    return jnp.where(above | equal, logits, -jnp.inf)
