@@ -16,7 +16,7 @@ from capibara.plan.memory.arguments import step_arguments
 from capibara.plan.own import why_not
 from capibara.plan.program import read_program
 from capibara.plan.program.facts import ProgramFacts
-from capibara.plan.search.analytic import estimate_time
+from capibara.plan.search.analytic import Estimate, estimate_time
 from capibara.plan.search.space import layouts
 from capibara.plan.stages import stage_of
 from capibara.plan.time import predict_step
@@ -144,6 +144,29 @@ def test_the_bubble_and_what_goes_from_stage_to_stage_cost_time():
     assert found[2].compute > whole.compute
 
 
+def test_a_stage_of_one_block_scans_nothing():
+    target = parse_slice("v4:2x2x1")
+    mesh = (("pipeline", 4), ("data", 1), ("model", 1))
+
+    def parts(layers: int, remat: str) -> Estimate:
+        settings = config(f"model.num_layers={layers}", "train.batch_size=64")
+        return estimate_time(settings, Layout(mesh=mesh, microbatches=8, remat=remat), target)
+
+    # The input of its block is the stage's own, which is kept: computing the block again costs nothing.
+    assert parts(4, "full") == parts(4, "none")
+    assert parts(8, "full").compute > parts(8, "none").compute
+    # Nothing is cut out of arrays of several blocks: two take more than twice as long as one.
+    assert parts(8, "none").memory > 2 * parts(4, "none").memory
+    # Of rows too few for the arithmetic, the products wait for the weights of each microbatch.
+    few = config(
+        "train.batch_size=8", "model.embed_dim=1024", "model.num_heads=8", "train.sequence_length=16"
+    )
+    found = estimate_time(few, Layout(mesh=mesh, microbatches=8, remat="none"), target)
+    one, inner = stage_of(few, Layout(mesh=mesh, microbatches=8, remat="none"))
+    sizes = sum(b.bytes for b in step_arguments(one, inner) if b.kind == "parameters") // 4
+    assert found.compute > 8 * sizes * (2 * 2 + 2 * 4) / target.chip.hbm_bandwidth
+
+
 def test_positions_that_are_divided_go_round_a_ring():
     target = parse_slice("v5e:2x2")
     settings = config("train.batch_size=4", "train.sequence_length=8192")
@@ -184,7 +207,8 @@ def test_blocks_are_divided_where_heads_and_rows_are_not():
     )
     found = plan(settings, "v5e:2x2", compile=False, top=1000)
     assert {candidate.layout.stages for candidate in found.candidates} == {2, 4}
-    assert plan(config(), "v5e:2x2", compile=False).best.layout.stages == 1
+    # Else only where a stage has one block, which needs no scan; the compiler finds that faster, too.
+    assert plan(config("model.num_layers=8"), "v5e:2x2", compile=False).best.layout.stages == 1
 
 
 def test_adapters_in_stages_take_less_time_and_memory():

@@ -49,6 +49,9 @@ _OPTIMIZER_BYTES = 4 * 7
 # copies take, forward and backward, as the compiler's cycles have it for the shipped production step on v4.
 _PASSES = 90
 _LOSS_PASSES = 8
+# What is left of these passes, and of a layer's operations, where it is not one of several that are scanned: slices of
+# arrays of all layers, and updates of them, are the rest.
+_ALONE = 0.3
 # The same over the rows of products with experts.
 _EXPERT_PASSES = 30
 # Over the scores of attention round a ring, in float32, forward and backward; and again where a block is computed
@@ -150,6 +153,23 @@ def estimate_time(
     """
     if layout.stages > 1:
         return _of_stages(config, layout, target, link_bandwidth)
+    return _without_stages(config, layout, target, link_bandwidth)
+
+
+def _without_stages(
+    config: ModularModelConfig,
+    layout: Layout,
+    target: Target,
+    link_bandwidth: float | None,
+    *,
+    alone: bool = False,
+) -> Estimate:
+    """The rough time of one step without a pipeline, or of one stage.
+
+    Args:
+      alone: it has one block, which nothing scans: its weights are not cut out of arrays of all blocks, and its
+        gradients and what it keeps are not put into such arrays.
+    """
     devices = layout.num_devices
     sizes = layout.axis_sizes
     data, model, expert, context = (sizes.get(axis, 1) for axis in ("data", "model", "expert", "context"))
@@ -174,20 +194,25 @@ def estimate_time(
     memory = update = held * _OPTIMIZER_BYTES / bandwidth
     mixed = m.num_layers - m.dense_blocks
     widths = m.num_layers * m.embed_dim + m.dense_blocks * m.widest_dim / model
-    memory += _PASSES * repeated * tokens * widths * 2 / bandwidth
+    passes = _PASSES * (_ALONE if alone else 1.0)
+    memory += passes * repeated * tokens * widths * 2 / bandwidth
     # Rows of experts: with an axis for them those of all devices along it, most of which are nothing.
     rows = tokens * expert * m.experts.per_token * mixed
     inner = m.embed_dim + (m.resolved_expert_dim if mixed else 0) / model
     memory += _EXPERT_PASSES * repeated * rows * inner * 2 / bandwidth
     memory += _LOSS_PASSES * tokens * m.vocab_size / model * 4 / bandwidth
-    # Weights are read for each microbatch, forward and twice backward.
-    memory += layout.microbatches * 3 * whole * 2 / bandwidth
-
-    # Every microbatch walks through its accumulated gradients, and through a chain of small operations a layer.
-    if layout.microbatches > 1:
-        memory += layout.microbatches * held * 4 * 3 / bandwidth
+    # Each microbatch reads the weights, forward and twice backward, and walks through its accumulated gradients.
+    weights = layout.microbatches * 3 * whole * 2 / bandwidth
+    memory += layout.microbatches * held * 4 * 3 / bandwidth if layout.microbatches > 1 else 0.0
+    if alone:
+        # The products read weights, and write gradients, as they go: each takes the longer of this and its arithmetic.
+        written = layout.microbatches * held * 4 * 2 / bandwidth
+        compute = max(compute * 2 / 3, weights * 2 / 3) + max(compute / 3, weights / 3, written)
+    else:
+        memory += weights
+    # It also goes through a chain of small operations a layer.
     chain = _LAYER_OPERATIONS * start_seconds(target) if isinstance(target, Slice) else _LAYER_SECONDS
-    memory += layout.microbatches * m.num_layers * chain
+    memory += layout.microbatches * m.num_layers * chain * (_ALONE if alone else 1.0)
     count = layout.microbatches
 
     # The data and expert axes together are one ring.
@@ -276,7 +301,11 @@ def _of_stages(
 ) -> Estimate:
     """The rough time with a pipeline: of one stage, in all of its ticks."""
     one, inner = stage_of(config, layout)
-    found = estimate_time(one, inner, target, link_bandwidth=link_bandwidth)
+    alone = one.model.num_layers == 1
+    if alone and inner.remat == "full":
+        # The block's input is that of the stage: when this is computed again, nothing of the block is to be kept.
+        inner = replace(inner, remat="none")
+    found = _without_stages(one, inner, target, link_bandwidth, alone=alone)
     m, t = config.model, config.train
     peak = target.chip.peak("bfloat16") * _REACHED
     bandwidth = target.chip.hbm_bandwidth or 1e12
