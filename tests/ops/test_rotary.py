@@ -15,6 +15,7 @@ from tpu_kinds import few_or_all
 
 from capibara.ops import explain
 from capibara.ops.errors import OpShapeError, OpTypeError, OpValueError
+from capibara.ops.registry import for_platform
 from capibara.ops.rotary import rotary
 
 LAYOUTS = ("halves", "pairs")
@@ -54,6 +55,27 @@ def test_queries_and_keys_at_once(layout: str, dim: int, implementation: str) ->
     for tabled in ({"positions": np.arange(5, dtype=np.int32)}, tables):
         got = rotary(jnp.asarray(query), **jax.tree.map(jnp.asarray, tabled), **given)
         np.testing.assert_allclose(got, oracle(query, angle, layout), rtol=1e-5, atol=1e-5)
+
+
+def test_programs_for_cpus_alone_compute_each_cosine_once() -> None:
+    """XLA would compute them within what turns the heads, for each of these anew."""
+    query = np.random.default_rng(6).normal(size=(1, 16, 12, 64)).astype(np.float32)
+    positions = np.arange(100, 116, dtype=np.int32)
+
+    def turned(query: jax.Array, positions: jax.Array) -> jax.Array:
+        return rotary(query, positions=positions, factor=1.5)
+
+    with for_platform("cpu"):
+        compiled = jax.jit(lambda *given: turned(*given)).lower(query, positions).compile()
+    computations = (compiled.as_text() or "").split("\n\n")
+    holders = [text for text in computations if " cosine(" in text or " sine(" in text]
+    assert holders
+    assert not any("concatenate(" in text for text in holders)
+    found, other = compiled(query, positions), jax.jit(turned)(query, positions)
+    np.testing.assert_allclose(found, other, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(
+        found, oracle(query, angles(positions, 64), "halves", 1.5), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_stretched_positions() -> None:

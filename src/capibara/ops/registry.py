@@ -53,6 +53,7 @@ __all__ = [
     "get_op",
     "is_portable",
     "list_ops",
+    "only_platform",
     "portable",
     "public",
     "remark",
@@ -387,6 +388,11 @@ def for_platform(platform: str, kind: str | None = None) -> Iterator[None]:
     finally:
         _only.reset(tokens[0])
         _kind.reset(tokens[1])
+
+
+def only_platform() -> str | None:
+    """The platform that :func:`for_platform` names; ``None`` outside of such a context."""
+    return _only.get()
 
 
 def tpu_kind() -> str:

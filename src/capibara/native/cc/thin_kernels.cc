@@ -114,6 +114,44 @@ static inline void dot_alone(const ThinProduct& p, int64_t j) {
 // matrix may, and would meet in the caches.
 static int64_t step(const ThinProduct& p) { return wide(p) + 16; }
 
+// Vectors of a matrix's row that R rows of x take at once: as many sums as registers hold beside them. Each number of x
+// is read once for all of these.
+constexpr int kSums = kWidth >= 16 ? 16 : 8;
+template <int R>
+constexpr int kAbreast = kSums / R > 4 ? 4 : kSums / R;
+constexpr int64_t kAhead = 128;  // columns from those that are read to those that are fetched
+
+// C vectors, of D rows of the matrix that are `columns` apart, for R rows of x.
+template <int R, int C, int D>
+static inline __attribute__((always_inline)) void add_vectors(const float (&factors)[D][R], const float* w,
+                                                              const float* ahead, int64_t columns, bool begins,
+                                                              float* sums, int64_t down) {
+  Vec total[R][C];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) total[r][c] = begins ? (Vec){} : load(sums + r * down + c * kWidth);
+#pragma GCC unroll 8
+  for (int d = 0; d < D; ++d) {
+    Vec row[C];
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) {
+      row[c] = load(w + d * columns + c * kWidth);
+      __builtin_prefetch(ahead + d * columns + c * kWidth);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const Vec factor = splat(factors[d][r]);
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c) total[r][c] += factor * row[c];
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) store(sums + r * down + c * kWidth, total[r][c]);
+}
+
 // D rows of the matrix from k on, for R rows of x.
 template <int R, int D>
 static void add_rows(const ThinProduct& p, int64_t i, int64_t k, int64_t first, int64_t width, float* sums) {
@@ -121,23 +159,16 @@ static void add_rows(const ThinProduct& p, int64_t i, int64_t k, int64_t first, 
   for (int d = 0; d < D; ++d)
     for (int r = 0; r < R; ++r) factors[d][r] = p.x[(i + r) * p.inner + k + d];
   const float* const w = p.w + k * p.columns + first;
-  const int64_t down = step(p);
+  const int64_t down = step(p), far = least(kAhead, width);
   sums += i * down;
+  // Past the end of these rows the next ones begin.
+  const auto ahead = [&](int64_t j) { return j + far < width ? w + j + far : w + D * p.columns + j + far - width; };
+  constexpr int C = kAbreast<R>;
   int64_t j = 0;
-  for (; j + kWidth <= width; j += kWidth) {
-    Vec total[R];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) total[r] = k == 0 ? (Vec){} : load(sums + r * down + j);
-#pragma GCC unroll 8
-    for (int d = 0; d < D; ++d) {
-      const Vec row = load(w + d * p.columns + j);
-      __builtin_prefetch(w + (D + d) * p.columns + j);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) total[r] += splat(factors[d][r]) * row;
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) store(sums + r * down + j, total[r]);
-  }
+  for (; j + C * kWidth <= width; j += C * kWidth)
+    add_vectors<R, C, D>(factors, w + j, ahead(j), p.columns, k == 0, sums + j, down);
+  for (; j + kWidth <= width; j += kWidth)
+    add_vectors<R, 1, D>(factors, w + j, ahead(j), p.columns, k == 0, sums + j, down);
   for (; j < width; ++j)
     for (int r = 0; r < R; ++r) {
       float total = k == 0 ? 0 : sums[r * down + j];

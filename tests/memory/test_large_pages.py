@@ -1,0 +1,70 @@
+"""Arrays in large pages, as the system itself counts them."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from capibara.memory import large_pages
+from capibara.memory.large_pages import prefer_large_pages
+
+SMAPS = Path("/proc/self/smaps")
+LARGE = 1 << 21
+
+
+def in_large_pages(array: jax.Array) -> int:
+    """Bytes in large pages of the mappings that an array lies in."""
+    first, total = array.unsafe_buffer_pointer(), 0
+    for one in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", SMAPS.read_text()):
+        begin, end = (int(at, 16) for at in one.split(maxsplit=1)[0].split("-"))
+        if begin < first + array.nbytes and first < end:
+            found = re.search(r"^AnonHugePages: +(\d+) kB$", one, re.M)
+            total += 0 if found is None else 1024 * int(found[1])
+    return total
+
+
+def collapses() -> bool:
+    """Whether the system moves memory into large pages at once."""
+    with mmap.mmap(-1, 2 * LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory.write(bytes(2 * LARGE))
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        first = -start % LARGE
+        try:
+            memory.madvise(25, first, LARGE)
+        except OSError:
+            return False
+        return True
+
+
+def made(count: int) -> jax.Array:
+    return jnp.arange(count, dtype=jnp.float32) + 1  # of XLA's own memory
+
+
+def test_weights_of_several_pages_move_and_stay_as_they_are():
+    if not SMAPS.is_file() or large_pages._large_page() != LARGE or not collapses():
+        pytest.skip("no large pages of 2 MiB here, or Linux before 6.1")
+    array = made(16 << 20)
+    array.block_until_ready()
+    place, before = array.unsafe_buffer_pointer(), in_large_pages(array)
+    prefer_large_pages({"weight": [array, array[:3], np.ones(1 << 20), jax.ShapeDtypeStruct((9,), "f4")]})
+    after = in_large_pages(array)
+    assert after >= max(before, array.nbytes - 2 * LARGE)
+    assert array.unsafe_buffer_pointer() == place
+    np.testing.assert_array_equal(array, np.arange(16 << 20, dtype=np.float32) + 1)
+
+
+def test_a_system_without_large_pages_is_left_alone(monkeypatch, tmp_path):
+    large_pages._large_page.cache_clear()
+    monkeypatch.setattr(large_pages, "_SIZE", tmp_path / "nothing")
+    monkeypatch.setattr(large_pages.ctypes, "CDLL", lambda _: pytest.fail("the system was asked"))
+    try:
+        prefer_large_pages([made(1 << 20)])
+    finally:
+        large_pages._large_page.cache_clear()
