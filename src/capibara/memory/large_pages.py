@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-__all__ = ["prefer_large_pages"]
+__all__ = ["ask_for_large_pages", "prefer_large_pages"]
 
 _SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 # <sys/mman.h>: from now on, and of what is there already (Linux 6.1).
@@ -41,12 +41,29 @@ def prefer_large_pages(tree: Any) -> None:
         if shard.device.platform == "cpu"
         for host in [np.asarray(shard.data)]  # on CPUs a view
     }
-    advise = ctypes.CDLL(None).madvise
     for start, length in spans:
-        begin, end = -(-start // size) * size, (start + length) // size * size
-        for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):
-            if begin < end:  # what is refused stays as it is
-                advise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_int(advice))
+        ask_for_large_pages(start, length, move=True)
+
+
+def ask_for_large_pages(start: int, length: int, *, move: bool = False) -> bool:
+    """Ask the system for large pages where memory of the process lies.
+
+    Args:
+      start, length: address and bytes; what is left of a large page at either end stays as it is.
+      move: also move what is there already.
+
+    Returns:
+        Whether it agrees. What it refuses stays as it is.
+    """
+    if not (size := _large_page()):
+        return False
+    begin, end = -(-start // size) * size, (start + length) // size * size
+    if begin >= end:
+        return False
+    advise = ctypes.CDLL(None).madvise
+    asked = (_MADV_HUGEPAGE, _MADV_COLLAPSE) if move else (_MADV_HUGEPAGE,)
+    place = ctypes.c_void_p(begin), ctypes.c_size_t(end - begin)
+    return not [each for each in asked if advise(*place, ctypes.c_int(each))]
 
 
 @cache
