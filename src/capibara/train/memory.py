@@ -6,7 +6,7 @@ operating system when they are freed, so that each step pays again for mapping a
 (0.02 s, 6,500 faults).
 
 The heap that they stay in is asked to lie in large pages, which Linux gives only to those who ask: with pages of 4 KiB
-each thousand floats are found anew, 4 to 6 % of a step of ``make bench``.
+each thousand floats are found anew, 2 to 6 % of a step of ``make bench``.
 """
 
 from __future__ import annotations
