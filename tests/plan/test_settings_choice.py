@@ -224,7 +224,8 @@ def test_settings_of_the_program_can_be_kept():
 
 
 @pytest.mark.parametrize(
-    "other", [["--no-compile"], ["--check", "plan.lock"], ["--serve", "--prompt-length", "8"]]
+    "other",
+    [["--no-compile"], ["--check", "plan.lock"], ["--serve", "--prompt-length", "8", "--output-length", "8"]],
 )
 def test_options_that_do_not_go_with_it(other, capsys):
     assert main(["plan", "--config", "demo", "--choose-settings", *other]) == 2
