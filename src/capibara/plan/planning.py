@@ -326,7 +326,7 @@ def _kept(
         return None, ()
     if not isinstance(task, TrainWork):
         raise PlanError(f"keep: got {list(names)}, but a step function has no settings to keep. Leave it out")
-    program = tuple(name for name in dict.fromkeys(names) if name in PROGRAM_SETTINGS)
+    program = tuple(dict.fromkeys(name for name in names if name in PROGRAM_SETTINGS))
     layout = [name for name in names if name not in program]
     kept = Kept.of(task.config, layout) if layout else None
     said = [] if kept is None else [str(kept)]
