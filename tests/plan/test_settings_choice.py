@@ -174,6 +174,7 @@ def test_what_is_kept_stays(compiler):
             "experts",
         ),
         (["model.pattern=['ssm','attention']"], {"data": 4}, "ssm blocks"),
+        (["model.pattern=['local','attention']", "model.window=16"], {"data": 4}, "local blocks"),
         (["precision.compute_dtype=float16"], {"data": 4}, "products of float16"),
         (["finetune.method=lora"], {"data": 4}, "adapters"),
         ([], {"data": 64}, "64 devices along 'data'"),
