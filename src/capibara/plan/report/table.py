@@ -226,7 +226,7 @@ def choice_lines(choice: SettingsChoice | None, target: Target) -> list[str]:
     """Settings of the program that were chosen, what they change, and what else was compiled."""
     if choice is None:
         return []
-    head, rest = f"{'chosen':>13}  ", " " * 15
+    head, rest = f"{'settings':>13}  ", " " * 15
     faster = f"{choice.speed - 1:.1%} more tokens per second than with the configured settings"
     lines = [
         f"{shlex.join(choice.settings)}: {faster} [{target.compiler}]" if choice.settings else _NOT_FASTER
