@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from capibara.sharding import Layout
 
-__all__ = ["compilations"]
+__all__ = ["CHOICES", "compilations"]
+
+CHOICES = 3
+"""Combinations of settings that ``--choose-settings`` compiles at most."""
 
 
 @contextlib.contextmanager

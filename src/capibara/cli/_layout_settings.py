@@ -17,7 +17,7 @@ _LIMIT = "tpu.memory_limit_gb"
 
 @dataclass(frozen=True)
 class GivenByHand:
-    """What the ``key=value`` settings of a command line say about a layout.
+    """What the ``key=value`` settings of a command line say about what a plan chooses.
 
     Attributes:
       kept: settings that a plan can keep. derived: those that follow from its slice.
@@ -38,13 +38,15 @@ class GivenByHand:
         from capibara.config import ModularModelConfig
         from capibara.config.overrides import override_names
         from capibara.plan.narrowed import LAYOUT_SETTINGS
+        from capibara.plan.program_settings import PROGRAM_SETTINGS
 
+        chosen = (*LAYOUT_SETTINGS, *PROGRAM_SETTINGS) if args.choose_settings else LAYOUT_SETTINGS
         names = override_names(args.overrides, ModularModelConfig)
         limit = args.memory_limit
         if limit is None and _LIMIT in names:
             limit = config.tpu.memory_limit_gb
         return cls(
-            tuple(name for name in names if name in LAYOUT_SETTINGS),
+            tuple(name for name in names if name in chosen),
             tuple(name for name in names if name in _DERIVED),
             limit,
         )

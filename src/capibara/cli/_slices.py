@@ -7,7 +7,7 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING
 
-from capibara.cli._compilations import compilations
+from capibara.cli._compilations import CHOICES, compilations
 from capibara.cli._json import print_json
 from capibara.cli._layout_settings import GivenByHand
 from capibara.errors import ConfigError
@@ -79,7 +79,8 @@ def run_slices(
             print(f"capibara plan: {target}", file=sys.stderr, flush=True)
 
     names = [each.strip() for each in (args.topology or "v4-32").split(",")]
-    with compilations(args.max_compiles * len(names), quiet=args.json) as progress:
+    most = args.max_compiles + (CHOICES if args.choose_settings else 0)
+    with compilations(most * len(names), quiet=args.json) as progress:
         found = plan_slices(
             config,
             names,
@@ -93,6 +94,7 @@ def run_slices(
             top=args.top,
             keep=given.kept,
             layout=args.layout,
+            choose_settings=args.choose_settings,
             region=args.region,
             term=args.term,
             prices=args.prices,

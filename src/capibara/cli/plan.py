@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from capibara.cli._compilations import compilations
+from capibara.cli._compilations import CHOICES, compilations
 from capibara.cli._json import print_json
 from capibara.cli._layout_settings import GivenByHand
 from capibara.cli._models import further_config, named_config
@@ -41,7 +41,7 @@ _PROPOSED = 6
 _OF_WEIGHTS = ("model.vocab_size", "model.mlp_dim")
 
 # What only the compiler can say or write.
-_COMPILED = ("lock", "explain", "least_memory", "where", "improve")
+_COMPILED = ("lock", "explain", "least_memory", "where", "choose_settings", "improve")
 
 # What --check reads from the lockfile, or has no use for.
 _LOCKED = (
@@ -58,6 +58,7 @@ _LOCKED = (
         "explain",
         "least_memory",
         "where",
+        "choose_settings",
         "improve",
         "no_compile",
         "layout",
@@ -120,6 +121,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="list where the time and memory of the best layout go: parts of the model, source lines",
     )
     parser.add_argument(
+        "--choose-settings",
+        action="store_true",
+        help="also choose settings of the program in the best layout (blocks compiled one by one, gradients exchanged "
+        "in 16 bits): compiled alone and together, which takes several times as long",
+    )
+    parser.add_argument(
         "--improve",
         action="store_true",
         help="also compile changes of settings that a plan may not choose (dtypes, sizes, the batch), and name three",
@@ -176,6 +183,7 @@ def run(args: argparse.Namespace) -> int:
                 "explain",
                 "least_memory",
                 "where",
+                "choose_settings",
                 "improve",
                 "tolerance",
                 "top",
@@ -218,7 +226,10 @@ def run(args: argparse.Namespace) -> int:
         return run_slices(args, config, source, base, given, compile=_compile(args))
     try:
         with compilations(
-            args.max_compiles + (_PROPOSED if args.improve else 0) + (args.layout is not None),
+            args.max_compiles
+            + (_PROPOSED if args.improve else 0)
+            + (CHOICES if args.choose_settings else 0)
+            + (args.layout is not None),
             quiet=args.json,
         ) as progress:
             found = plan(
@@ -233,6 +244,7 @@ def run(args: argparse.Namespace) -> int:
                 keep=given.kept,
                 layout=args.layout,
                 least_memory=args.least_memory,
+                choose_settings=args.choose_settings,
                 improve=_IMPROVEMENTS if args.improve else 0,
                 fixed=() if base is None else _OF_WEIGHTS,
                 region=args.region,
@@ -243,6 +255,7 @@ def run(args: argparse.Namespace) -> int:
                 progress=progress,
             )
             notes = (*found.notes, *given.notes(config, found.best.training_layout.settings()))
+            notes += () if args.choose_settings else _unchosen(found)
             found = dataclasses.replace(found, config_name=source, base=base, notes=notes)
     except DoesNotFitError as error:
         report = None
@@ -275,6 +288,17 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show(found, where=args.where)
     return 0
+
+
+def _unchosen(found: Plan) -> tuple[str, ...]:
+    """That settings of the program stayed as they are."""
+    from capibara.plan.program_settings import program_changes
+
+    if found.config is None or found.best.memory_source != "compiler" or found.slices > 1:
+        return ()
+    changes = [each for each in program_changes(found.config, found.best.layout) if not each.reason]
+    names = ", ".join(each.name for each in changes)
+    return (f"settings of the program stay as configured: {names} (--choose-settings)",) if names else ()
 
 
 def _compile(args: argparse.Namespace) -> bool | None:

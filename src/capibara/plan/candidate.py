@@ -38,6 +38,8 @@ class Candidate:
       slices: number of slices; each has ``layout`` and its share of the batch. ``tokens``, ``flops`` and the time are
         those of all of them.
       exchange: of gradients between them; None for one slice.
+      settings: ``key=value``: settings of the program (:mod:`capibara.plan.program_settings`) with which it was
+        compiled in place of the configuration's.
     """
 
     layout: Layout
@@ -55,11 +57,16 @@ class Candidate:
     program: CompiledProgram | None = field(default=None, repr=False, compare=False)
     slices: int = 1
     exchange: Exchange | None = None
+    settings: tuple[str, ...] = ()
 
     @property
     def training_layout(self) -> Layout:
         """The layout over the devices of all slices, in which it trains."""
         return across_slices(self.layout, self.slices)
+
+    def overrides(self) -> list[str]:
+        """``key=value`` settings, each an argument of ``capibara train``."""
+        return [*self.settings, *self.training_layout.overrides()]
 
     @property
     def scheduled(self) -> bool:
@@ -122,7 +129,8 @@ class Candidate:
             "chips": self.target.num_chips * self.slices,
             "devices": self.target.num_devices * self.slices,
             "layout": self.training_layout.to_json(),
-            "overrides": self.training_layout.overrides(),
+            "settings": list(self.settings),
+            "overrides": self.overrides(),
             "exchange": None if self.exchange is None else self.exchange.to_json(),
             "hbm_bytes": self.hbm_bytes,
             "hbm_usable_bytes": self.target.usable_hbm_bytes,

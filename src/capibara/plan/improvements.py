@@ -7,8 +7,8 @@ to choose them. Each is compiled in the planned layout.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from capibara.config import ModularModelConfig
@@ -17,18 +17,25 @@ from capibara.errors import CapibaraError
 from capibara.plan.candidate import Candidate
 from capibara.plan.compiler import CompiledProgram, ProgramCache, compile_programs
 from capibara.plan.program import read_program
+from capibara.plan.program_settings import program_changes
 from capibara.plan.targets import Target
 from capibara.plan.time import predict_step
 from capibara.plan.work import TrainWork
 from capibara.sharding import Layout
 
-__all__ = ["Improvement", "find_improvements"]
+__all__ = [
+    "Improvement",
+    "Proposal",
+    "Refused",
+    "find_improvements",
+    "proposal",
+    "try_proposals",
+    "worth_it",
+]
 
 # Elements of a row of a TPU's registers and matrix unit, and of the tiles of matrix products on GPUs (NVIDIA, "Matrix
 # Multiplication Background User's Guide").
 _LANES = 128
-# Compiling each block takes its time: 24 of 50 million parameters five times that of a loop, and more in proportion.
-_MOST_UNROLLED = 32
 # Of the rate, what is at least worth a change.
 _WORTH = 1.005
 # What is scheduled may be so much faster than its schedule and its relative's cycles say.
@@ -48,6 +55,7 @@ class Improvement:
       layout: in which it was compiled.
       hbm_bytes: of one device. seconds: predicted for one step, of so many ``tokens``.
       speed: tokens per second beside those of the plan: 1.1 is ten percent more.
+      program: the compiled program.
     """
 
     words: str
@@ -57,6 +65,7 @@ class Improvement:
     seconds: float
     tokens: int
     speed: float
+    program: CompiledProgram | None = field(default=None, repr=False, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -69,6 +78,49 @@ class Improvement:
             "tokens_per_step": self.tokens,
             "speed": self.speed,
         }
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Settings to compile.
+
+    Attributes:
+      words: why they may help.
+      settings: ``key=value``.
+      config: with them. layout: in which it is compiled.
+    """
+
+    words: str
+    settings: tuple[str, ...]
+    config: ModularModelConfig
+    layout: Layout
+
+    @property
+    def keys(self) -> set[str]:
+        """Names of the settings."""
+        return {setting.partition("=")[0] for setting in self.settings}
+
+    def __str__(self) -> str:
+        count = self.layout.microbatches
+        return f"{' '.join(self.settings)}, {count} microbatch{'' if count == 1 else 'es'}"
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A proposal without a compiled program that fits.
+
+    Attributes:
+      settings: ``key=value``.
+      needed_bytes: of a device, if it does not fit. message: the compiler's, if that failed.
+    """
+
+    settings: tuple[str, ...]
+    needed_bytes: int | None = None
+    message: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"settings": list(self.settings), "needed_bytes": self.needed_bytes, "message": self.message}
 
 
 def find_improvements(
@@ -97,10 +149,37 @@ def find_improvements(
       CompilerMissingError, CompilationError: as :func:`capibara.plan.compiler.compile_programs`.
     """
     asked = [each for each in _proposals(config, best.layout, best.target) if not each.keys & set(fixed)]
+    found, _ = try_proposals(
+        asked, best, limit_bytes=limit_bytes, most=most, cache=cache, workers=workers, progress=progress
+    )
+    return tuple(worth_it(found)[:most])
+
+
+def try_proposals(
+    asked: Sequence[Proposal],
+    best: Candidate,
+    *,
+    limit_bytes: int,
+    most: int,
+    cache: ProgramCache | None = None,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> tuple[list[Improvement], list[Refused]]:
+    """Have proposals scheduled, and compiled while one may be among the best.
+
+    Args: as of :func:`find_improvements`; ``asked``: the proposals.
+
+    Returns:
+      Those that were compiled and fit, in order of completion; and those that do not fit, or do not compile.
+
+    Raises:
+      CompilerMissingError, CompilationError: as :func:`capibara.plan.compiler.compile_programs`.
+    """
     target = best.target
     works = [TrainWork(each.config) for each in asked]
     jobs = [work.job(each.layout, target) for work, each in zip(works, asked, strict=True)]
     rate = _rate(best.tokens, best.step_seconds)
+    refused: list[Refused] = []
 
     def seconds_of(program: CompiledProgram, layout: Layout, cycles: bool) -> float:
         facts = read_program(program.text)
@@ -111,7 +190,7 @@ def find_improvements(
     if best.program is not None and (glance := seconds_of(best.program, best.layout, False)):
         ratio = best.step_seconds / glance
 
-    def look(chosen: Sequence[int], schedule: bool) -> Iterator[tuple[int, bool, Improvement]]:
+    def look(chosen: Sequence[int], schedule: bool) -> Iterator[tuple[int, Improvement]]:
         def started(number: int) -> None:
             if progress is not None:
                 progress("start", asked[chosen[number]], None)
@@ -131,6 +210,8 @@ def find_improvements(
                 if progress is not None:
                     progress("done", each, program)
                 if program.memory is None or program.memory.total > limit_bytes:
+                    needed = program.needed_bytes if program.memory is None else program.memory.total
+                    refused.append(Refused(each.settings, needed, program.message))
                     continue
                 seconds = seconds_of(program, each.layout, program.complete)
                 seconds *= 1.0 if program.complete else ratio
@@ -142,28 +223,29 @@ def find_improvements(
                     seconds=seconds,
                     tokens=tokens,
                     speed=_rate(tokens, seconds) / rate,
+                    program=program,
                 )
-                yield number, program.complete, one
+                yield number, one
 
     found: list[Improvement] = []
     promises: list[tuple[float, int]] = []
-    for number, complete, one in look(range(len(asked)), True):
-        if complete:
+    for number, one in look(range(len(asked)), True):
+        if one.program is not None and one.program.complete:
             found.append(one)
         else:
             promises.append((one.speed, number))
     promises.sort(reverse=True)
     while promises:
-        named = _worth_it(found)[:most]
+        named = worth_it(found)[:most]
         least = named[-1].speed if len(named) == most else _WORTH
         if promises[0][0] * _ROUGH < least:
             break
         now, promises = promises[:2], promises[2:]
-        found += [one for _, _, one in look([number for _, number in now], False)]
-    return tuple(_worth_it(found)[:most])
+        found += [one for _, one in look([number for _, number in now], False)]
+    return found, refused
 
 
-def _worth_it(found: Collection[Improvement]) -> list[Improvement]:
+def worth_it(found: Collection[Improvement]) -> list[Improvement]:
     """Those that help, the best first, each change once: of its layouts, the fastest."""
     best: dict[tuple[str, ...], Improvement] = {}
     for one in sorted(found, key=lambda one: -one.speed):
@@ -177,28 +259,21 @@ def _rate(tokens: int | None, seconds: float) -> float:
     return (tokens or 0) / seconds if seconds else 0.0
 
 
-@dataclass(frozen=True)
-class _Proposal:
-    words: str
-    settings: tuple[str, ...]
-    config: ModularModelConfig
-    layout: Layout
-
-    @property
-    def keys(self) -> set[str]:
-        return {setting.partition("=")[0] for setting in self.settings}
-
-    def __str__(self) -> str:
-        count = self.layout.microbatches
-        return f"{' '.join(self.settings)}, {count} microbatch{'' if count == 1 else 'es'}"
-
-
-def _proposals(config: ModularModelConfig, layout: Layout, target: Target) -> Iterator[_Proposal]:
+def _proposals(config: ModularModelConfig, layout: Layout, target: Target) -> Iterator[Proposal]:
     for words, changed, where in _settings(config, layout, target):
-        settings = tuple(f"{key}={setting_text(value)}" for key, value in changed.items())
-        # What does not go together, such as a dtype that a layer does not have, is no proposal.
+        # What does not go together, such as a dtype that a layer does not have, is not a proposal.
         with contextlib.suppress(CapibaraError):
-            yield _Proposal(words, settings, ModularModelConfig.from_dict(config.to_dict(), settings), where)
+            yield proposal(config, where, words, changed)
+
+
+def proposal(config: ModularModelConfig, layout: Layout, words: str, changed: Mapping[str, Any]) -> Proposal:
+    """A configuration with some settings changed.
+
+    Raises:
+      ConfigError: they do not go together.
+    """
+    settings = tuple(f"{key}={setting_text(value)}" for key, value in changed.items())
+    return Proposal(words, settings, ModularModelConfig.from_dict(config.to_dict(), settings), layout)
 
 
 def _settings(
@@ -213,24 +288,14 @@ def _settings(
         )
     if model.residual == "accumulate" and config.precision.compute_dtype != config.precision.accumulate_dtype:
         yield "a residual stream of the dtype of products", {"model.residual": "compute"}, layout
-    half = config.precision.compute_dtype in ("bfloat16", "float16")
-    if half and config.precision.exchange != "compute" and layout.num_devices > 1:
-        yield (
-            "gradients exchanged in the dtype of products: half the bytes, each part is rounded before the sum",
-            {"precision.exchange": "compute"},
-            layout,
-        )
+    for each in program_changes(config, layout):
+        if each.proposed:
+            yield each.words, dict(each.change), layout
     what = "TPU" if target.platform == "tpu" else "GPU"
     tile = _LANES * layout.axis_sizes.get("model", 1)
     for key, size in (("model.vocab_size", model.vocab_size), ("model.mlp_dim", model.mlp_dim)):
         if size is not None and size % tile:
             yield f"sizes that fill a {what}'s tiles of {_LANES}", {key: -(-size // tile) * tile}, layout
-    if model.scan_layers != "unroll" and model.num_layers <= _MOST_UNROLLED:
-        yield (
-            "blocks that are compiled one by one: no stacks of what a loop keeps for its gradient",
-            {"model.scan_layers": "unroll"},
-            layout,
-        )
     twice = {"train.batch_size": 2 * train.batch_size}
     yield (
         "twice the batch in twice the microbatches: gradients are exchanged half as often",

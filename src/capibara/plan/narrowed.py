@@ -10,6 +10,7 @@ from capibara.config.overrides import setting_text
 from capibara.plan.compiler import Job
 from capibara.plan.compiler.limits import within
 from capibara.plan.errors import PlanError
+from capibara.plan.program_settings import PROGRAM_SETTINGS
 from capibara.plan.targets import Target
 from capibara.plan.work import Rough, Work
 from capibara.sharding import Layout
@@ -52,7 +53,8 @@ class Kept:
         names = list(settings)
         for name in names:
             if name not in LAYOUT_SETTINGS:
-                raise PlanError(f"keep: got {name!r:.100}, expected some of {', '.join(LAYOUT_SETTINGS)}")
+                known = ", ".join((*LAYOUT_SETTINGS, *PROGRAM_SETTINGS))
+                raise PlanError(f"keep: got {name!r:.100}, expected some of {known}")
         chosen = tuple(dict.fromkeys(names))
         return cls(Layout.from_config(config), chosen)
 

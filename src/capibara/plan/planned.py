@@ -19,6 +19,7 @@ from capibara.config.flags import flag_problem
 from capibara.config.overrides import leaf_fields, setting_text
 from capibara.errors import ConfigError
 from capibara.plan.errors import PlanError
+from capibara.plan.program_settings import PROGRAM_SETTINGS
 from capibara.plan.targets import parse_target
 from capibara.sharding import Layout
 
@@ -58,7 +59,7 @@ class Planned:
         taken = {
             key: value
             for key, value in planned.items()
-            if key in _TELLING or key.partition(".")[0] in ("precision", "finetune")
+            if key in (*_TELLING, *PROGRAM_SETTINGS) or key.partition(".")[0] in ("precision", "finetune")
         }
         return {**taken, **self.layout.settings()}
 

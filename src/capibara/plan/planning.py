@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from capibara.config import ModularModelConfig
+from capibara.config.overrides import setting_text
 from capibara.errors import ConfigError
 from capibara.hardware import Price
 from capibara.plan.candidate import Candidate
@@ -20,9 +21,12 @@ from capibara.plan.memory.least import find_least_memory
 from capibara.plan.narrowed import Kept, Narrowed
 from capibara.plan.own import OwnLayout, no_host_memory, read_layout, why_not
 from capibara.plan.program import read_program
+from capibara.plan.program_settings import PROGRAM_SETTINGS
 from capibara.plan.refusals import does_not_fit, no_layout, refusal, require_fitting
 from capibara.plan.result import Plan
 from capibara.plan.search.best_first import search
+from capibara.plan.settings_choice import SettingsChoice
+from capibara.plan.settings_choice import choose_settings as choose_program_settings
 from capibara.plan.several import Several
 from capibara.plan.sizes import limit_text, size_text
 from capibara.plan.targets import Target, parse_target
@@ -49,6 +53,7 @@ def plan(
     keep: Iterable[str] = (),
     layout: Layout | str | os.PathLike[str] | Iterable[str] | None = None,
     least_memory: bool = False,
+    choose_settings: bool = False,
     improve: int = 0,
     fixed: Iterable[str] = (),
     region: str | None = None,
@@ -79,12 +84,16 @@ def plan(
         compiler is installed; without it the plan is an estimate, whose notes say how to install it.
       max_compiles: maximum number of layouts that the compiler sees. top: how many to report.
       keep: settings of the configuration that a plan otherwise chooses, and shall not: any of
-        :data:`capibara.plan.narrowed.LAYOUT_SETTINGS`, such as ``"model.remat"``.
+        :data:`capibara.plan.narrowed.LAYOUT_SETTINGS`, such as ``"model.remat"``, and of
+        :data:`capibara.plan.program_settings.PROGRAM_SETTINGS`.
       layout: your own layout, to be compiled and priced beside the pick (:attr:`Plan.own`): a :class:`Layout`,
         ``key=value`` settings (those not given are the configuration's), or the path of a lockfile. One that cannot
         be divided or does not fit is reported with the reason.
       least_memory: also find the least memory that the compiler fits the best layout into, and its step time; a few
         further compilations.
+      choose_settings: also choose settings of the program in the best layout (``model.scan_layers``,
+        ``precision.exchange``): of all combinations that are compiled, the fastest becomes the best candidate. It may
+        take several times as long.
       improve: of changes of settings that a plan may not choose (dtypes, sizes, the batch), so many that give most
         tokens per second; some further compilations. fixed: settings that none of these may change.
       region, term, prices: which price, and a file of your own (see :func:`capibara.hardware.get_price`).
@@ -119,6 +128,13 @@ def plan(
         raise PlanError("improve: changes are compiled for one slice. Leave it out, or plan one slice")
     if improve and not isinstance(task, TrainWork):
         raise PlanError("improve: a step function has no settings to change. Leave it out")
+    if choose_settings and several is not None:
+        raise PlanError(
+            "choose_settings: settings are compiled for one slice. Plan one slice with its share of the batch, and "
+            "pass the settings that it chooses"
+        )
+    if choose_settings and not isinstance(task, TrainWork):
+        raise PlanError("choose_settings: a step function has no settings to choose. Leave it out")
     if least_memory and target.limit_flag(target.usable_hbm_bytes) is None:
         raise PlanError(
             f"least_memory: {target.compiler} does not make programs smaller for a limit. Leave it out; settings given "
@@ -127,7 +143,7 @@ def plan(
     check_counts(max_compiles=max_compiles, top=top, **({} if workers is None else {"workers": workers}))
     notes: list[str] = []
     given = None if layout is None else within(read_layout(layout, task), limit, target)
-    kept = _kept(task, keep, notes)
+    kept, program_settings = _kept(task, keep, notes)
     offloads = kept is not None and "tpu.offload" in kept[0].settings and kept[0].layout.offload != "none"
     if offloads and not target.plans_host_memory:
         raise PlanError(no_host_memory(target))
@@ -139,6 +155,7 @@ def plan(
     elif not compile:
         notes.append(f"nothing was compiled: memory and time are estimates ({compile_remedy(target)})")
     least = None
+    choice: SettingsChoice | None = None
     improvements: tuple[Improvement, ...] = ()
     if compile:
         notes += compiler_for(target).notes()
@@ -199,6 +216,19 @@ def plan(
         candidates = _joined(candidates, several, task)
         counts = (found.considered, found.promising, len(found.compiled))
         scheduled = len(found.scheduled)
+        if choose_settings and isinstance(task, TrainWork):
+            choice = choose_program_settings(
+                task.config,
+                candidates[0],
+                limit_bytes=limit,
+                keep=program_settings,
+                cache=store,
+                workers=workers,
+                progress=progress,
+            )
+            if choice.program is not None:
+                whole = task = TrainWork(choice.config)
+                candidates.insert(0, _with_settings(task, candidates[0], choice, choice.program))
         if least_memory:
             first = candidates[0]
             assert first.program is not None
@@ -226,6 +256,11 @@ def plan(
             if not improvements:
                 notes.append("no change of settings that was compiled gives more tokens per second")
     else:
+        if choose_settings:
+            raise PlanError(
+                "choose_settings: the compiler knows which settings are the fastest, and nothing is compiled here "
+                f"({compile_remedy(target)})"
+            )
         if improve:
             raise PlanError(
                 "improve: what a change saves is known to the compiler, and nothing is compiled here"
@@ -260,6 +295,7 @@ def plan(
         slices=1 if several is None else several.count,
         config_name=os.fspath(work) if isinstance(work, str | os.PathLike) else None,
         least_memory=least,
+        settings_choice=choice,
         improvements=improvements,
         own=own,
     )
@@ -272,8 +308,11 @@ def _joined(candidates: list[Candidate], several: Several | None, task: Work) ->
     return several.joined(candidates, task.config)
 
 
-def _kept(task: Work, keep: Iterable[str], notes: list[str]) -> tuple[Kept, int] | None:
-    """What is kept of a configuration, with the rows of its batch; a note says so.
+def _kept(
+    task: Work, keep: Iterable[str], notes: list[str]
+) -> tuple[tuple[Kept, int] | None, tuple[str, ...]]:
+    """What is kept of a configuration's layout, with the rows of its batch, and its settings of the program that are
+    kept; a note says so.
 
     Raises:
       PlanError: it is no setting of a layout, or the work has no configuration.
@@ -284,12 +323,18 @@ def _kept(task: Work, keep: Iterable[str], notes: list[str]) -> tuple[Kept, int]
             "configuration's"
         )
     if not (names := tuple([keep] if isinstance(keep, str) else keep)):
-        return None
+        return None, ()
     if not isinstance(task, TrainWork):
         raise PlanError(f"keep: got {list(names)}, but a step function has no settings to keep. Leave it out")
-    kept = Kept.of(task.config, names)
-    notes.append(f"kept as given: {kept}")
-    return kept, task.config.train.batch_size
+    program = tuple(dict.fromkeys(name for name in names if name in PROGRAM_SETTINGS))
+    layout = [name for name in names if name not in program]
+    kept = Kept.of(task.config, layout) if layout else None
+    said = [] if kept is None else [str(kept)]
+    for name in program:
+        section, _, key = name.partition(".")
+        said.append(f"{name}={setting_text(getattr(getattr(task.config, section), key))}")
+    notes.append(f"kept as given: {', '.join(said)}")
+    return None if kept is None else (kept, task.config.train.batch_size), program
 
 
 def _can_compile(target: Target, notes: list[str]) -> bool:
@@ -375,6 +420,17 @@ def _compiled_candidate(
         compile_seconds=program.compile_seconds,
         program=program,
     )
+
+
+def _with_settings(
+    task: TrainWork, best: Candidate, choice: SettingsChoice, program: CompiledProgram
+) -> Candidate:
+    """The best candidate, compiled with the chosen settings of the program."""
+    target, layout = best.target, best.layout
+    time = predict_step(read_program(program.text), target, layout.mesh, places=program.coordinates)
+    rough = task.rough(layout, target).memory
+    found = _compiled_candidate(task, target, layout, program, rough, time, best.price)
+    return replace(found, settings=choice.settings)
 
 
 def _own(

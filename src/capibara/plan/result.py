@@ -16,6 +16,7 @@ from capibara.plan.improvements import Improvement
 from capibara.plan.memory.least import LeastMemory
 from capibara.plan.own import OwnLayout
 from capibara.plan.planned import train_command
+from capibara.plan.settings_choice import SettingsChoice
 from capibara.plan.slices import Slice
 from capibara.plan.targets import Target
 from capibara.sharding import Layout
@@ -41,7 +42,8 @@ class Plan:
         than what it takes otherwise.
       improvements: changes of settings that give more tokens per second, if they were asked for, the best first.
       own: the user's own layout, if one was given; where it fits it is one of the candidates, too.
-      config: the configuration that was planned; None for a step function.
+      settings_choice: the settings of the program that were chosen for the best candidate, if that was asked for.
+      config: the configuration that was planned, with the chosen settings of the program; None for a step function.
       config_name: the file or packaged name that it comes from, if that is known; with ``base`` a model's folder.
       base: the settings with which that model is trained if nothing else is said.
     """
@@ -62,6 +64,7 @@ class Plan:
     least_memory: LeastMemory | None = None
     improvements: tuple[Improvement, ...] = ()
     own: OwnLayout | None = None
+    settings_choice: SettingsChoice | None = None
     slices: int = 1
 
     @property
@@ -109,7 +112,7 @@ class Plan:
 
     def overrides(self) -> list[str]:
         """``key=value`` settings of the best candidate, each an argument of ``capibara train``."""
-        return self.best.training_layout.overrides()
+        return self.best.overrides()
 
     def command(self) -> str | None:
         """The command line that trains the best candidate; None if the source of the configuration is not known.
@@ -139,6 +142,7 @@ class Plan:
             "candidates": [candidate.to_json() for candidate in self.candidates],
             "where": None if self.where is None else self.where.to_json(),
             "least_memory": None if self.least_memory is None else self.least_memory.to_json(),
+            "settings_choice": None if self.settings_choice is None else self.settings_choice.to_json(),
             "improvements": [each.to_json() for each in self.improvements],
             "own": None if self.own is None else self.own.to_json(self.best if self.fits else None),
             "refused": [{"layout": layout.to_json(), "message": message} for layout, message in self.refused],

@@ -63,10 +63,18 @@ def named_sharding_code(
         length=config.train.sequence_length,
         remat=layout.remat,
         policy=_POLICIES[layout.remat],
+        unrolled=config.model.scan_layers == "unroll",
+        exchange=_exchanged(config),
         options=_dict(layout.compiler_options),
         state=_table(found["state"]),
         batch=_table(found["batch"]),
     )
+
+
+def _exchanged(config: ModularModelConfig) -> str:
+    """The dtype in which devices sum their parts of the gradients of linear layers."""
+    precision = config.precision
+    return precision.compute_dtype if precision.exchange == "compute" else precision.accumulate_dtype
 
 
 def _arrays(config: ModularModelConfig, layout: Layout) -> dict[str, Any]:
@@ -160,6 +168,12 @@ MICROBATCHES = {microbatches}
 # What the backward pass recomputes of each block: {remat!r}.
 REMAT = {remat!r}
 REMAT_POLICY = {policy}
+
+# Whether blocks are compiled one by one, not as one body of a loop.
+UNROLLED = {unrolled}
+
+# The dtype in which the devices' parts of the gradients of linear layers' weights are summed.
+GRADIENT_DTYPE = {exchange!r}
 
 # Options of the TPU compiler: jax.jit(step, compiler_options=COMPILER_OPTIONS).
 COMPILER_OPTIONS = {options}

@@ -137,12 +137,13 @@ def _parts(axes: Any, where: Attribution) -> None:
 
 def _labels(plan: Plan) -> list[str]:
     layouts = [candidate.layout for candidate in plan.candidates]
+    settings = [candidate.settings for candidate in plan.candidates]
     own = None if plan.own is None else plan.own.candidate
     marks = ["yours: " if candidate is own else "" for candidate in plan.candidates]
     return [
         f"{mark}{mesh_word(layout)}\n{sharding_word(layout)}, remat {layout.remat}, {layout.microbatches} micro"
-        + "".join(f"\n{flag}" for flag in flags.split())
-        for mark, layout, flags in zip(marks, layouts, differences(layouts), strict=True)
+        + "".join(f"\n{each}" for each in (*flags.split(), *more))
+        for mark, layout, flags, more in zip(marks, layouts, differences(layouts), settings, strict=True)
     ]
 
 

@@ -6,7 +6,7 @@ import io
 from typing import TYPE_CHECKING, Any
 
 from capibara.plan.report.labels import mesh_word, sharding_word
-from capibara.plan.report.table import digits, dollars, own_lines, print_whole
+from capibara.plan.report.table import choice_lines, digits, dollars, own_lines, print_whole
 from capibara.plan.sizes import unit_of
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ def _chosen_lines(plan: SlicesPlan) -> list[str]:
     )
     command = row.plan.command()
     lines = [f"chosen  {row.target}{job}"]
+    lines += [line.strip() for line in choice_lines(row.plan.settings_choice, row.target)]
     return [*lines, *([f"run     {command}"] if command else [])]
 
 

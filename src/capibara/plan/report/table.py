@@ -17,9 +17,23 @@ if TYPE_CHECKING:
     from capibara.plan.improvements import Improvement
     from capibara.plan.memory.least import LeastMemory
     from capibara.plan.result import Plan
+    from capibara.plan.settings_choice import SettingsChoice
+    from capibara.plan.targets import Target
 
-__all__ = ["candidate_lines", "digits", "dollars", "own_lines", "plan_text", "print_plan", "print_whole"]
+__all__ = [
+    "candidate_lines",
+    "choice_lines",
+    "digits",
+    "dollars",
+    "own_lines",
+    "plan_text",
+    "print_plan",
+    "print_whole",
+]
 
+_NOT_FASTER = (
+    "the configured settings of the program: no others that were compiled give more tokens per second"
+)
 # Characters of a column that says what else sets rows apart.
 _SHORT = 24
 
@@ -67,15 +81,18 @@ def print_plan(plan: Plan, console: Any, *, where: bool = False) -> None:
     )
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="left" if number in (1, 2, 3) else "right", no_wrap=True)
-    further, legend = _short(differences([candidate.layout for candidate in plan.candidates]))
-    if any(further):
-        table.add_column("flags", no_wrap=True)
-    for rank, (candidate, own) in enumerate(zip(plan.candidates, further, strict=True), 1):
+    further, legend = _short(differences([candidate.layout for candidate in plan.candidates]), "flags")
+    settings, meanings = _short([" ".join(candidate.settings) for candidate in plan.candidates], "settings")
+    columns = [(name, texts) for name, texts in (("flags", further), ("settings", settings)) if any(texts)]
+    for name, _ in columns:
+        table.add_column(name, no_wrap=True)
+    for number, candidate in enumerate(plan.candidates):
         table.add_row(
-            *_row(_rank(plan, candidate, rank), candidate, scale, tick[0]), *([own] if any(further) else [])
+            *_row(_rank(plan, candidate, number + 1), candidate, scale, tick[0]),
+            *(texts[number] for _, texts in columns),
         )
     print_whole(table, console)
-    for line in legend:
+    for line in [*legend, *meanings]:
         console.print(Text(line), soft_wrap=True)
     if plan.candidates:
         for line in [
@@ -83,6 +100,7 @@ def print_plan(plan: Plan, console: Any, *, where: bool = False) -> None:
             *where_line(plan.where),
             *_least_lines(plan.least_memory, plan.target.compiler),
             *own_lines(plan),
+            *choice_lines(plan.settings_choice, plan.target),
             *_run_lines(plan),
             *_improvement_lines(plan.improvements, plan.target.compiler),
         ]:
@@ -108,12 +126,18 @@ def print_whole(table: Any, console: Any) -> None:
         console.width = width
 
 
-def _short(texts: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Texts for a column: as they are where all are short, else letters, with lines that say what these stand for."""
+def _short(texts: Sequence[str], what: str) -> tuple[list[str], list[str]]:
+    """Texts for a column: as they are where all are short, else letters, with lines that say what these stand for.
+
+    Args:
+      what: name of the column.
+    """
     if max(map(len, texts), default=0) <= _SHORT:
         return list(texts), []
-    letters = {text: _letters(number) for number, text in enumerate(dict.fromkeys(texts))}
-    return [letters[text] for text in texts], [f"flags {name}: {text}" for text, name in letters.items()]
+    letters = {text: _letters(number) for number, text in enumerate(dict.fromkeys(filter(None, texts)))}
+    return [letters.get(text, "") for text in texts], [
+        f"{what} {name}: {text}" for text, name in letters.items()
+    ]
 
 
 def _letters(number: int) -> str:
@@ -184,6 +208,7 @@ def own_lines(plan: Plan) -> list[str]:
     parts = [f"{figures[name]} ({ratio - 1:+.1%})" for name, ratio in own.beside(plan.best).items()]
     names = [each.name for each in fields(c.layout)]
     other = [name for name in names if getattr(c.layout, name) != getattr(plan.best.layout, name)]
+    other += ["settings"] if c.settings != plan.best.settings else []
     return [f"{'yours':>12}  {', '.join(parts)} beside the pick; other {', '.join(other)}"]
 
 
@@ -195,6 +220,29 @@ def _least_lines(least: LeastMemory | None, compiler: str) -> list[str]:
     return [
         f"       least   {size_text(least.hbm_bytes)} with {flag}: {least.seconds:.3g} s a step [{compiler}]"
     ]
+
+
+def choice_lines(choice: SettingsChoice | None, target: Target) -> list[str]:
+    """Settings of the program that were chosen, what they change, and what else was compiled."""
+    if choice is None:
+        return []
+    head, rest = f"{'settings':>13}  ", " " * 15
+    faster = f"{choice.speed - 1:.1%} more tokens per second than with the configured settings"
+    lines = [
+        f"{shlex.join(choice.settings)}: {faster} [{target.compiler}]" if choice.settings else _NOT_FASTER
+    ]
+    lines += [f"{name} changes: {effect}" for name, effect in choice.effects.items()]
+    for one in choice.tried:
+        if one.settings != choice.settings:
+            figures = f"{one.speed - 1:+.1%} ({one.seconds:.3g} s a step, {size_text(one.hbm_bytes)})"
+            lines.append(f"compiled, too: {shlex.join(one.settings)}: {figures}")
+    for refused in choice.refused:
+        reason = refused.message or "it does not compile"
+        if refused.needed_bytes is not None:
+            reason = f"it takes {size_text(refused.needed_bytes)} a device, more than there is"
+        lines.append(f"not chosen: {shlex.join(refused.settings)}: {reason}")
+    lines += [f"not compiled: {name}: {reason}" for name, reason in choice.untried.items()]
+    return [head + lines[0], *(rest + line for line in lines[1:])]
 
 
 def _improvement_lines(improvements: Sequence[Improvement], compiler: str) -> list[str]:
