@@ -138,7 +138,7 @@ static void weigh(const Paged& p, Block b, int64_t at, float* scores, float* bes
 constexpr int64_t kFewRows = 8;
 constexpr int kAbreast = kWidth >= 16 ? 4 : 2;  // vectors of a value whose sums are in registers
 
-// Where a block's positions lie in a pool; the memory of the first ones is fetched.
+// Where a block's positions lie in a pool.
 template <typename T>
 static void find_rows(const Paged& p, const void* pool, int64_t width, int64_t sequence, int64_t head, Block b,
                       const T** to) {
