@@ -60,16 +60,18 @@ def test_values_are_the_definition(lengths, heads, dim, value_dim, new, page_siz
     check(in_pages(lengths, kv_heads=heads[0], heads=heads[1], **sizes), **options)
 
 
-def test_half_as_many_bits():
-    case = in_pages([200, 3], kv_heads=2, heads=6, dim=32, value_dim=32, page_size=16, new=4)
+@pytest.mark.parametrize("new", [1, 4])  # packed or, where rows are few, read where they lie
+def test_half_as_many_bits(new: int) -> None:
+    case = in_pages([200, 3], kv_heads=2, heads=6, dim=32, value_dim=32, page_size=16, new=new)
     for b, length in enumerate(case["lengths"]):
         keys, values = case["whole"][b]
         want = definition(case["query"][b], keys, values, length)
         np.testing.assert_allclose(attended(case, jnp.bfloat16)[b].astype(np.float32), want, atol=0.03)
 
 
-def test_what_shares_a_call_changes_no_bit():
-    case = in_pages([150, 9, 300], kv_heads=2, heads=4, dim=16, value_dim=16, page_size=16, new=3)
+@pytest.mark.parametrize("new", [1, 3, 9])
+def test_what_shares_a_call_changes_no_bit(new: int) -> None:
+    case = in_pages([150, 9, 300], kv_heads=2, heads=4, dim=16, value_dim=16, page_size=16, new=new)
     together = attended(case)
     for b in range(3):
         alone = case | {key: case[key][b : b + 1] for key in ("query", "table", "lengths")}

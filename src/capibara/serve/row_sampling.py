@@ -64,12 +64,13 @@ class Chosen(NamedTuple):
     Attributes:
       tokens: int32 ``[rows]``. logprobs: float32 ``[rows]``.
       top_tokens, top_logprobs: ``[rows, top]``, the likeliest tokens in descending order.
+      All but the tokens may be ``None``, where nobody asks for scores.
     """
 
-    tokens: jax.Array
-    logprobs: jax.Array
-    top_tokens: jax.Array
-    top_logprobs: jax.Array
+    tokens: Any
+    logprobs: Any
+    top_tokens: Any
+    top_logprobs: Any
 
 
 def rows_of(samplings: Sequence[Sampling], seeds: Sequence[int], numbers: Sequence[int]) -> SamplingRows:

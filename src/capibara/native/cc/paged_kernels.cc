@@ -134,6 +134,119 @@ static void weigh(const Paged& p, Block b, int64_t at, float* scores, float* bes
     for (int64_t d = 0; d < up(p.value_dim); d += kWidth) store(out + d, load(out + d) * splat(shrink));
 }
 
+// Of few rows packing would take longer than all else: keys and values are read where they lie.
+constexpr int64_t kFewRows = 8;
+constexpr int kAbreast = kWidth >= 16 ? 4 : 2;  // vectors of a value whose sums are in registers
+
+// Where a block's positions lie in a pool.
+template <typename T>
+static void find_rows(const Paged& p, const void* pool, int64_t width, int64_t sequence, int64_t head, Block b,
+                      const T** to) {
+  for (int64_t j = 0; j < b.count;) {
+    const int64_t in_page = least(p.page_size - (b.first + j) % p.page_size, b.count - j);
+    const T* row = row_of(p, static_cast<const T*>(pool), width, sequence, head, b.first + j);
+    for (int64_t l = 0; l < in_page; ++l, ++j, row += p.kv_heads * width) to[j] = row;
+  }
+}
+
+template <typename T>
+static inline __attribute__((always_inline)) void fetch(const T* const* rows, int64_t count, int64_t size) {
+  for (int64_t j = 0; j < count; ++j)
+    for (int64_t d = 0; d < size; d += 64 / int64_t(sizeof(T))) __builtin_prefetch(rows[j] + d);
+}
+
+// Lane l of the result is the sum of rows[l]: a transposition whose halves are added at each of its steps.
+static inline __attribute__((always_inline)) Vec sums_of(Vec rows[kWidth]) {
+#pragma GCC unroll 4
+  for (int s = 1; s < kWidth; s *= 2) {
+    const IntVec high = lanes() & s;
+    const IntVec even = high ? lanes() + (kWidth - s) : lanes(), odd = high ? lanes() + kWidth : lanes() + s;
+#pragma GCC unroll 16
+    for (int i = 0; i < kWidth; i += 2 * s) rows[i] = pick(rows[i], rows[i | s], even) + pick(rows[i], rows[i | s], odd);
+  }
+  return rows[0];
+}
+
+// Scores of R rows of queries with the keys of a block.
+template <int R, typename T>
+static void score(const Paged& p, const T* const* keys, const T* const* values, int64_t count, const float* query,
+                  float* scores) {
+  for (int64_t j = 0; j < count; j += kWidth) {
+    const int64_t there = least(count - j, kWidth);
+    fetch(keys + j + there, least(count - j - there, kWidth), p.dim);
+    Vec parts[R][kWidth];
+    for (int64_t l = 0; l < kWidth; ++l) {
+      Vec sums[R] = {};
+      if (l < there) {
+        const T* const key = keys[j + l];
+        for (int64_t d = 0; d < p.dim; d += kWidth) {
+          const Vec part = load(key + d);
+#pragma GCC unroll 4
+          for (int r = 0; r < R; ++r) sums[r] += load(query + r * p.dim + d) * part;
+        }
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) parts[r][l] = sums[r];
+    }
+    fetch(values + j, there, p.value_dim);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) store(scores + r * kPitch + j, sums_of(parts[r]));
+  }
+}
+
+// Adds a block's values, C vectors of them from one place on, to the results of R rows.
+template <int R, int C, typename T>
+static inline __attribute__((always_inline)) void add_values(const T* const* values, int64_t count, int64_t d,
+                                                             const float* weights, float* out, int64_t wide) {
+  Vec total[R][C];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) total[r][c] = load(out + r * wide + d + c * kWidth);
+  for (int64_t j = 0; j < count; ++j) {
+    Vec value[C];
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) value[c] = load(values[j] + d + c * kWidth);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const Vec weight = splat(weights[r * kPitch + j]);
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c) total[r][c] += weight * value[c];
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) store(out + r * wide + d + c * kWidth, total[r][c]);
+}
+
+template <int R, typename T>
+static void attend_rows(const Paged& p, const T* const* keys, const T* const* values, Block b, int64_t at, int64_t r,
+                        const float* query, float* scores, float* best, float* total, float* out) {
+  const int64_t wide = up(p.value_dim);
+  score<R>(p, keys, values, b.count, query + r * p.dim, scores);
+  for (int64_t i = 0; i < R; ++i)
+    weigh(p, b, at + (r + i) / group(p), scores + i * kPitch, best + r + i, total + r + i, out + (r + i) * wide);
+  int64_t d = 0;
+  for (; d + kAbreast * kWidth <= wide; d += kAbreast * kWidth)
+    add_values<R, kAbreast>(values, b.count, d, scores, out + r * wide, wide);
+  for (; d < wide; d += kWidth) add_values<R, 1>(values, b.count, d, scores, out + r * wide, wide);
+}
+
+template <typename T>
+static void attend_few(const Paged& p, int64_t sequence, int64_t head, Block b, int64_t at, int64_t rows,
+                       const float* query, float* scores, float* best, float* total, float* out) {
+  const T *keys[kBlock], *values[kBlock];
+  find_rows(p, p.keys, p.key_width, sequence, head, b, keys);
+  find_rows(p, p.values, p.value_width, sequence, head, b, values);
+  fetch(keys, least(b.count, kWidth), p.dim);
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4) attend_rows<4>(p, keys, values, b, at, r, query, scores, best, total, out);
+  if (r + 3 == rows) attend_rows<3>(p, keys, values, b, at, r, query, scores, best, total, out);
+  if (r + 2 == rows) attend_rows<2>(p, keys, values, b, at, r, query, scores, best, total, out);
+  if (r + 1 == rows) attend_rows<1>(p, keys, values, b, at, r, query, scores, best, total, out);
+}
+
 static void attend(const Paged& p, int64_t item, float* scratch) {
   const int64_t share = queries(p), chunks = parts(p.fresh, share);
   const int64_t sequence = item / (p.kv_heads * chunks), head = item / chunks % p.kv_heads;
@@ -164,8 +277,15 @@ static void attend(const Paged& p, int64_t item, float* scratch) {
   const int64_t start = p.window > 0 ? most(begin - p.window + 1, 0) : 0;
   p.narrow_query ? read_queries<uint16_t>(p, sequence, head, first, count, query)
                  : read_queries<float>(p, sequence, head, first, count, query);
+  const bool few = rows <= kFewRows && p.dim % kWidth == 0 && p.value_dim % kWidth == 0 &&
+                   p.narrow_key == p.narrow_value;
   for (Block b{start, 0}; b.first < end; b.first += b.count) {
     b.count = least(kBlock, end - b.first);
+    if (few) {
+      p.narrow_key ? attend_few<uint16_t>(p, sequence, head, b, begin, rows, query, scores, best, total, out)
+                   : attend_few<float>(p, sequence, head, b, begin, rows, query, scores, best, total, out);
+      continue;
+    }
     p.narrow_key ? pack_keys<uint16_t>(p, sequence, head, b, keys) : pack_keys<float>(p, sequence, head, b, keys);
     p.narrow_value ? pack_values<uint16_t>(p, sequence, head, b, values)
                    : pack_values<float>(p, sequence, head, b, values);

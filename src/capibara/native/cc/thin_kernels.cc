@@ -42,21 +42,34 @@ static int64_t thin_items(const ThinProduct& p) {
 static int64_t thin_sums(const ThinProduct& p) { return is_alone(p) ? thin_items(p) * apart(p) : 0; }
 static int64_t thin_block(const ThinProduct& p) { return is_alone(p) ? pieces(p) : 0; }
 
+// C vectors, of D rows of the matrix that are `columns` apart.
+template <int C, int D>
+static inline __attribute__((always_inline)) void add_vectors_alone(const Vec (&factors)[D], const float* w,
+                                                                    int64_t columns, bool begins, float* sums) {
+  Vec total[C];
+#pragma GCC unroll 4
+  for (int c = 0; c < C; ++c) total[c] = begins ? (Vec){} : load(sums + c * kWidth);
+#pragma GCC unroll 16
+  for (int d = 0; d < D; ++d)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) total[c] += factors[d] * load(w + d * columns + c * kWidth);
+#pragma GCC unroll 4
+  for (int c = 0; c < C; ++c) store(sums + c * kWidth, total[c]);
+}
+
 // D rows of the matrix from k on; the first ones of an item begin its sums.
 template <int D>
 static inline __attribute__((always_inline)) void add_alone(const ThinProduct& p, int64_t k, bool begins, int64_t first,
                                                             int64_t width, float* sums) {
+  constexpr int kAbreast = 4;  // vectors: as many sums do not wait for each other
   Vec factors[D];
 #pragma GCC unroll 16
   for (int d = 0; d < D; ++d) factors[d] = splat(p.x[k + d]);
   const float* const w = p.w + k * p.columns + first;
   int64_t j = 0;
-  for (; j + kWidth <= width; j += kWidth) {
-    Vec total = begins ? (Vec){} : load(sums + j);
-#pragma GCC unroll 16
-    for (int d = 0; d < D; ++d) total += factors[d] * load(w + d * p.columns + j);
-    store(sums + j, total);
-  }
+  for (; j + kAbreast * kWidth <= width; j += kAbreast * kWidth)
+    add_vectors_alone<kAbreast, D>(factors, w + j, p.columns, begins, sums + j);
+  for (; j + kWidth <= width; j += kWidth) add_vectors_alone<1, D>(factors, w + j, p.columns, begins, sums + j);
   for (; j < width; ++j) {
     float total = begins ? 0 : sums[j];
     for (int d = 0; d < D; ++d) total += p.x[k + d] * w[d * p.columns + j];
@@ -118,7 +131,7 @@ static int64_t step(const ThinProduct& p) { return wide(p) + 16; }
 // is read once for all of these.
 constexpr int kSums = kWidth >= 16 ? 16 : 8;
 template <int R>
-constexpr int kAbreast = kSums / R > 4 ? 4 : kSums / R;
+constexpr int kTaken = kSums / R > 4 ? 4 : kSums / R;
 constexpr int64_t kAhead = 128;  // columns from those that are read to those that are fetched
 
 // C vectors, of D rows of the matrix that are `columns` apart, for R rows of x.
@@ -163,7 +176,7 @@ static void add_rows(const ThinProduct& p, int64_t i, int64_t k, int64_t first, 
   sums += i * down;
   // Past the end of these rows the next ones begin.
   const auto ahead = [&](int64_t j) { return j + far < width ? w + j + far : w + D * p.columns + j + far - width; };
-  constexpr int C = kAbreast<R>;
+  constexpr int C = kTaken<R>;
   int64_t j = 0;
   for (; j + C * kWidth <= width; j += C * kWidth)
     add_vectors<R, C, D>(factors, w + j, ahead(j), p.columns, k == 0, sums + j, down);

@@ -49,7 +49,8 @@ class Choice:
     """Tokens that the device chooses.
 
     Attributes:
-      chosen: one for each place of some logits; those of places that nobody asks for mean nothing.
+      chosen: one for each place of some logits; those of places that nobody asks for mean nothing. Without scores where
+        no request wants any.
       asked: what is asked for. ended: the places where nothing may follow.
     """
 
@@ -59,9 +60,8 @@ class Choice:
 
     def read(self) -> list[tuple[int, TokenScore | None]]:
         """Wait for them: as :func:`choose_tokens`."""
-        chosen = self.chosen
-        tokens, logprobs = np.asarray(chosen.tokens), np.asarray(chosen.logprobs)
-        top_tokens, top_logprobs = np.asarray(chosen.top_tokens), np.asarray(chosen.top_logprobs)
+        arrays: list[Any] = [None if array is None else np.asarray(array) for array in self.chosen]
+        tokens, logprobs, top_tokens, top_logprobs = arrays
         found: list[tuple[int, TokenScore | None]] = []
         for place, sequence, _ in self.asked:
             if place in self.ended:
@@ -91,7 +91,7 @@ def start_choice(programs: Programs, logits: Any, asked: Row[Asked], vocabulary:
     changes, ended = None, frozenset[int]()
     if any(changed):
         changes, ended = _changes(changed, vocabulary, programs.writable)
-    wanted = any(one.sequence.request.logprobs for one in asked)
+    wanted = any(one.sequence.request.logprobs is not None for one in asked)
     chosen = programs.choose(logits, settings, changes, top=MOST_SCORES if wanted else 0)
     return Choice(chosen, asked, ended)
 

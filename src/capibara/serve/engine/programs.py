@@ -20,11 +20,12 @@ from capibara.compress.jax_codes import is_coded, quantized
 from capibara.core.paged import StepShape
 from capibara.errors import ConfigError
 from capibara.memory.budget import device_budget
+from capibara.memory.large_pages import prefer_large_pages
 from capibara.ops.linalg.few_rows import MOST_ROWS, few_rows
 from capibara.ops.linalg.joined import joined
 from capibara.ops.registry import for_platform
 from capibara.serve.engine.steps import EngineSizes
-from capibara.serve.row_sampling import Changes, choose, rows_of
+from capibara.serve.row_sampling import Changes, Chosen, choose, rows_of
 from capibara.serve.sampling import Sampling
 
 __all__ = ["GREEDY", "MOST_SCORES", "Programs", "no_changes", "page_bytes", "pages_in_memory"]
@@ -103,7 +104,7 @@ class Programs:
         return self._model.describe_pages(sizes.pages, sizes.page_size, sizes.slots, dtype=sizes.cache_dtype)
 
     def empty_cache(self, sizes: EngineSizes) -> Any:
-        """The pools of an engine: all zeros, each part made on its device."""
+        """The pools of an engine: all zeros, each part made on its device; on CPUs in large pages."""
         described = self.describe_cache(sizes)
         places = None if self._model.mesh is None else jax.tree.map(lambda x: x.sharding, described)
 
@@ -113,7 +114,11 @@ class Programs:
         with self._lowering():
             lowered = jax.jit(zeros, out_shardings=places).lower()
         program = self._made("cache", lowered)
-        return None if program is None else program()
+        if program is None:
+            return None
+        cache = program()
+        prefer_large_pages(cache)
+        return cache
 
     def step(
         self, shape: StepShape, cache: Any, inputs: Any, weights: list[Any] | None = None
@@ -187,7 +192,12 @@ class Programs:
         return self._made(f"step of {shape.rows} + {shape.chunks} × {shape.chunk}", lowered)
 
     def choose(self, logits: Any, rows: Any, changes: Changes | None, *, top: int) -> Any:
-        """Choose a token for each row: :func:`capibara.serve.row_sampling.choose`."""
+        """Choose a token for each row: :func:`capibara.serve.row_sampling.choose`.
+
+        Args:
+          top: how many alternatives are scored. 0: no score is computed, that of the token neither, and all but
+            ``tokens`` is ``None``.
+        """
         key = logits.shape[0], changes is not None, top
         program = self._choices.get(key)
         if program is None:
@@ -205,7 +215,8 @@ class Programs:
         def chosen(logits: jax.Array, rows: Any, changes: Any) -> Any:
             if writable < vocabulary:
                 logits = jnp.where(jnp.arange(vocabulary) < writable, logits, -jnp.inf)
-            return choose(logits, rows, changes, top=min(top, vocabulary))
+            found = choose(logits, rows, changes, top=min(top, vocabulary))
+            return found if top else Chosen(found.tokens, None, None, None)
 
         rows = rows_of([GREEDY] * size, [0] * size, [0] * size)
         changes = no_changes(size, vocabulary) if changed else None
