@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from tpu_compiler import needs_libtpu
@@ -148,7 +148,7 @@ def test_a_stage_of_one_block_scans_nothing():
     target = parse_slice("v4:2x2x1")
     mesh = (("pipeline", 4), ("data", 1), ("model", 1))
 
-    def parts(layers: int, remat: str) -> Estimate:
+    def parts(layers: int, remat: Literal["none", "full"]) -> Estimate:
         settings = config(f"model.num_layers={layers}", "train.batch_size=64")
         return estimate_time(settings, Layout(mesh=mesh, microbatches=8, remat=remat), target)
 
@@ -164,7 +164,7 @@ def test_a_stage_of_one_block_scans_nothing():
     found = estimate_time(few, Layout(mesh=mesh, microbatches=8, remat="none"), target)
     one, inner = stage_of(few, Layout(mesh=mesh, microbatches=8, remat="none"))
     sizes = sum(b.bytes for b in step_arguments(one, inner) if b.kind == "parameters") // 4
-    assert found.compute > 8 * sizes * (2 * 2 + 2 * 4) / target.chip.hbm_bandwidth
+    assert found.compute > 8 * sizes * (2 * 2 + 2 * 4) / (target.chip.hbm_bandwidth or 0.0)
 
 
 def test_positions_that_are_divided_go_round_a_ring():
