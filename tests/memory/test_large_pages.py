@@ -63,7 +63,7 @@ def test_weights_of_several_pages_move_and_stay_as_they_are():
 def test_a_system_without_large_pages_is_left_alone(monkeypatch, tmp_path):
     large_pages._large_page.cache_clear()
     monkeypatch.setattr(large_pages, "_SIZE", tmp_path / "nothing")
-    monkeypatch.setattr(large_pages.ctypes, "CDLL", lambda _: pytest.fail("the system was asked"))
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: pytest.fail("the system was asked"))
     try:
         prefer_large_pages([made(1 << 20)])
     finally:
