@@ -61,10 +61,32 @@ def test_weights_of_several_pages_move_and_stay_as_they_are():
 
 
 def test_a_system_without_large_pages_is_left_alone(monkeypatch, tmp_path):
+    check_left_alone(monkeypatch, tmp_path / "nothing")
+
+
+def test_large_pages_that_are_turned_off_stay_off(monkeypatch, tmp_path):
+    """The request to move what is there would be granted all the same."""
+    (tmp_path / "enabled").write_text("always madvise [never]\n")
+    (tmp_path / "hpage_pmd_size").write_text(f"{LARGE}\n")
+    check_left_alone(monkeypatch, tmp_path)
+
+
+def check_left_alone(monkeypatch, settings: Path) -> None:
     large_pages._large_page.cache_clear()
-    monkeypatch.setattr(large_pages, "_SIZE", tmp_path / "nothing")
+    monkeypatch.setattr(large_pages, "_SETTINGS", settings)
     monkeypatch.setattr(ctypes, "CDLL", lambda _: pytest.fail("the system was asked"))
     try:
         prefer_large_pages([made(1 << 20)])
     finally:
         large_pages._large_page.cache_clear()
+
+
+def test_any_dtype_is_moved_without_a_copy():
+    """NumPy has no keys of JAX, and copies numbers of 4 bits, which the array then holds beside its own."""
+    nibbles = jnp.ones(4 << 20, "int4")
+    keys = jax.random.split(jax.random.key(0), 1 << 18)
+    before = jax.random.key_data(keys)
+    prefer_large_pages([nibbles, keys])
+    assert nibbles.addressable_shards[0].data._npy_value is None  # pyright: ignore
+    np.testing.assert_array_equal(jax.random.key_data(keys), before)
+    assert bool((nibbles == 1).all())

@@ -45,16 +45,28 @@ def test_values(sizes: tuple[int, int, int]) -> None:
     check(*sizes)
 
 
-@native
-def test_a_row_does_not_depend_on_the_others() -> None:
+def check_rows_alone(inner: int, columns: int) -> None:
+    """A row's numbers are the same beside other ones."""
     random = np.random.default_rng(0)
-    x = jnp.asarray(random.normal(size=(16, 200)), jnp.float32)
-    w = jnp.asarray(random.normal(size=(200, 333)), jnp.float32)
+    x = jnp.asarray(random.normal(size=(16, inner)), jnp.float32)
+    w = jnp.asarray(random.normal(size=(inner, columns)), jnp.float32)
     for transposed, matrix in ((False, w), (True, w.T)):
         every = np.asarray(product(x, matrix, transposed=transposed))
-        for count in (2, 5, 8, 15):
+        for count in (2, 3, 5, 7, 8, 11, 15):
             some = np.asarray(product(x[-count:], matrix, transposed=transposed))
             np.testing.assert_array_equal(some, every[-count:])
+            some = np.asarray(product(x[:count], matrix, transposed=transposed))
+            np.testing.assert_array_equal(some, every[:count])
+
+
+# The last ones have incomplete vectors after incomplete blocks of the matrix's rows.
+ALONE = [(200, 333), (9, 127), (257, 511)]
+
+
+@native
+@pytest.mark.parametrize(("inner", "columns"), ALONE)
+def test_a_row_does_not_depend_on_the_others(inner: int, columns: int) -> None:
+    check_rows_alone(inner, columns)
 
 
 @native
@@ -78,9 +90,11 @@ def test_other_instruction_sets(name: str) -> None:
     program = """
 import json
 from capibara import native
-from test_few_rows import SIZES, check
+from test_few_rows import ALONE, SIZES, check, check_rows_alone
 for sizes in SIZES:
     check(*sizes)
+for sizes in ALONE:
+    check_rows_alone(*sizes)
 print("RESULT", json.dumps(native.isa()))
 """
     assert run_apart(program, CAPIBARA_NATIVE_ISA=name, PYTHONPATH=HERE) == name

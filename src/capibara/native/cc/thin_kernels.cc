@@ -182,12 +182,13 @@ static void add_rows(const ThinProduct& p, int64_t i, int64_t k, int64_t first, 
     add_vectors<R, C, D>(factors, w + j, ahead(j), p.columns, k == 0, sums + j, down);
   for (; j + kWidth <= width; j += kWidth)
     add_vectors<R, 1, D>(factors, w + j, ahead(j), p.columns, k == 0, sums + j, down);
-  for (; j < width; ++j)
-    for (int r = 0; r < R; ++r) {
-      float total = k == 0 ? 0 : sums[r * down + j];
-      for (int d = 0; d < D; ++d) total += factors[d][r] * w[d * p.columns + j];
-      sums[r * down + j] = total;
-    }
+  if (j == width) return;
+  // A vector as well: compilers contract a*b + c in some loops over single columns and not in others, and the last bits
+  // of a row would depend on R.
+  float last[D * kWidth] = {};
+  for (int d = 0; d < D; ++d)
+    for (int64_t l = j; l < width; ++l) last[d * kWidth + l - j] = w[d * p.columns + l];
+  add_vectors<R, 1, D>(factors, last, ahead(j), kWidth, k == 0, sums + j, down);
 }
 
 template <int D>
