@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from capibara.config import ModularModelConfig
+from capibara.config.sections import ModelSection
 from capibara.sharding import Layout
 
 __all__ = ["PROGRAM_SETTINGS", "ProgramChange", "program_changes"]
@@ -62,7 +63,7 @@ def program_changes(config: ModularModelConfig, layout: Layout) -> Iterator[Prog
             f"each device's part of a linear layer's gradient is rounded to {precision.compute_dtype} before the sum",
             reason=_untested(config, layout),
         )
-    if model.scan_layers != "unroll":
+    if model.scan_layers != "unroll" and _loops(model, layout):
         long = model.num_layers > _MOST_UNROLLED
         yield ProgramChange(
             {_UNROLL: "unroll"},
@@ -73,6 +74,13 @@ def program_changes(config: ModularModelConfig, layout: Layout) -> Iterator[Prog
             else "",
             proposed=not long,
         )
+
+
+def _loops(model: ModelSection, layout: Layout) -> bool:
+    """Whether a loop goes through blocks: not where a model, or a stage of a pipeline, has one turn of its pattern."""
+    from capibara.core.decoder import groups_of
+
+    return max(group.turns for group in groups_of(model)) > layout.stages
 
 
 def _untested(config: ModularModelConfig, layout: Layout) -> str:

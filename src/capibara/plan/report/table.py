@@ -32,10 +32,10 @@ __all__ = [
 ]
 
 _NOT_FASTER = (
-    "the configured settings of the program: no others that were compiled give more tokens per second"
+    "the configured settings of the program: no others that were compiled give 0.5% more tokens per second"
 )
-# Characters of a column that says what else sets rows apart.
-_SHORT = 24
+# Characters of a column that says what else sets rows apart, and of what the compiler says against settings.
+_SHORT, _LONG = 24, 300
 
 
 def plan_text(plan: Plan, width: int = 130) -> str:
@@ -237,7 +237,9 @@ def choice_lines(choice: SettingsChoice | None, target: Target) -> list[str]:
             figures = f"{one.speed - 1:+.1%} ({one.seconds:.3g} s a step, {size_text(one.hbm_bytes)})"
             lines.append(f"compiled, too: {shlex.join(one.settings)}: {figures}")
     for refused in choice.refused:
-        reason = refused.message or "it does not compile"
+        # On one line: of a compiler that died it is the last of what it printed.
+        reason = " ".join(refused.message.split()) or "it does not compile"
+        reason = reason if len(reason) <= _LONG else f"{reason[:_LONG]} …"
         if refused.needed_bytes is not None:
             reason = f"it takes {size_text(refused.needed_bytes)} a device, more than there is"
         lines.append(f"not chosen: {shlex.join(refused.settings)}: {reason}")

@@ -6,7 +6,7 @@ with the same share, one in each slice, sum it over the network: a reduce-scatte
 which each sends ``2 (S - 1) / S`` of its share for ``S`` slices. What a slice needs whole it gathers over its links
 again. XLA does so for an all-reduce over devices of several slices (Cloud TPU documentation, "Multislice").
 
-Nothing of the exchange is taken to be hidden behind work: published runs slow down by at least as much
+Nothing of the exchange is taken to be hidden behind work: published runs slow down by about as much, or more
 (``docs/calibration.md``). The lower end of a step's range has all of it beside the backward pass but that of the layer
 whose gradients come last.
 """
