@@ -195,8 +195,7 @@ class Programs:
         """Choose a token for each row: :func:`capibara.serve.row_sampling.choose`.
 
         Args:
-          top: how many alternatives are scored. 0: no score is computed, that of the token neither, and all but
-            ``tokens`` is ``None``.
+          top: how many alternatives are scored. 0: nothing is scored, and all but ``tokens`` are ``None``.
         """
         key = logits.shape[0], changes is not None, top
         program = self._choices.get(key)
