@@ -14,7 +14,7 @@ from tpu_compiler import needs_libtpu
 
 from capibara.cli import main
 from capibara.config import ModularModelConfig
-from capibara.plan import PlanError, parse_slice, plan, plan_slices, step_work
+from capibara.plan import PlanError, parse_slice, plan, plan_slices, planning, step_work
 from capibara.plan import improvements as engine
 from capibara.plan.candidate import Candidate
 from capibara.plan.compiler import CompiledProgram, Memory, ProgramCache, compile_program
@@ -261,7 +261,7 @@ def test_options_that_do_not_go_with_it(other, capsys):
 
 @pytest.mark.slow
 @needs_libtpu
-def test_the_command_trains_what_was_compiled(tmp_path, capsys):
+def test_the_command_trains_what_was_compiled(tmp_path, capsys, monkeypatch):
     """Printed command, JSON and lockfile, read back, lower to the program whose time is told."""
     lock, cache = tmp_path / "plan.lock", str(tmp_path / "programs")
     asked = ["plan", "--config", "demo", "--topology", "v5e:2x2", *SMALL, "--max-compiles", "1"]
@@ -301,8 +301,11 @@ def test_the_command_trains_what_was_compiled(tmp_path, capsys):
     exec((tmp_path / "shardings.py").read_text(), exported)
     assert exported["UNROLLED"] == (UNROLL in first["settings"])
     assert exported["GRADIENT_DTYPE"] == ("bfloat16" if EXCHANGE in first["settings"] else "float32")
-    # Given by hand, they are kept, and said to be.
-    assert main([*asked, "model.scan_layers=scan", "precision.exchange=accumulate"]) == 0
+    # Given by hand, they are kept, and said to be; nor are changes of them proposed.
+    fixed: set[str] = set()
+    monkeypatch.setattr(planning, "find_improvements", lambda *_, **more: fixed.update(more["fixed"]) or ())
+    assert main([*asked, "--improve", "model.scan_layers=scan", "precision.exchange=accumulate"]) == 0
+    assert fixed == set(PROGRAM_SETTINGS)
     printed = capsys.readouterr().out
     assert "note: kept as given: model.scan_layers=scan, precision.exchange=accumulate" in printed
     assert "the configured settings of the program" in printed

@@ -95,7 +95,8 @@ def plan(
         ``precision.exchange``): of all combinations that are compiled, the fastest becomes the best candidate. It may
         take several times as long.
       improve: of changes of settings that a plan may not choose (dtypes, sizes, the batch), so many that give most
-        tokens per second; some further compilations. fixed: settings that none of these may change.
+        tokens per second; some further compilations. fixed: settings that none of these may change, beside those of
+        the program that are kept.
       region, term, prices: which price, and a file of your own (see :func:`capibara.hardware.get_price`).
       cache: the folder of compiled results, instead of the user's.
       workers: parallel compilations.
@@ -248,7 +249,7 @@ def plan(
                 candidates[0],
                 limit_bytes=limit,
                 most=improve,
-                fixed=set(fixed),
+                fixed={*fixed, *program_settings},
                 cache=store,
                 workers=workers,
                 progress=progress,
