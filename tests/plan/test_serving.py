@@ -378,7 +378,7 @@ def test_compiled_for_a_slice_that_is_not_here(tmp_path):
         prompt_length=32,
         output_length=32,
         mesh={"data": 2, "model": 2},
-        max_compiles=4,
+        max_compiles=5,
         max_concurrency=4,
         cache=tmp_path,
         progress=lambda event, words, program: seen.append((event, words)),
