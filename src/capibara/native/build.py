@@ -35,7 +35,7 @@ _SETS = {
     },
     "aarch64": {"neon": []},  # every such processor has it
 }
-_KINDS = ("attention", "codec", "fixed", "grouped", "paged", "quantised", "scan", "thin", "tropical")
+_KINDS = ("attention", "codec", "elementwise", "fixed", "grouped", "paged", "quantised", "scan", "thin", "tropical")
 # Of these neither XLA's headers nor a set of instructions matters.
 _PLAIN = ("isa", "codec_choice", "codec_decode", "codec_encode", "trace")
 # No -ffast-math: infinities and NaN mean something here. Contraction is what lets a*b + c be one instruction.

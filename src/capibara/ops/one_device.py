@@ -25,6 +25,7 @@ __all__ = [
     "compile_calls",
     "kernel_results",
     "native_call",
+    "native_call_one_by_one",
     "on_one_device",
     "on_platform",
     "typed_as",
@@ -122,6 +123,13 @@ def typed_as(aval: Any, x: Any) -> Any:
     """
     lacking = varying_axes(aval) - varying_axes(jax.typeof(x))
     return jax.lax.pcast(x, tuple(sorted(lacking, key=str)), to="varying") if lacking else x
+
+
+def native_call_one_by_one(
+    target: str, out: Sequence[jax.ShapeDtypeStruct], *arrays: Any, **attributes: int | float
+) -> Any:
+    """:func:`native_call`, which under ``vmap`` calls once for each element."""
+    return alike(native.call_one_by_one(target, out, *arrays, **attributes), arrays)
 
 
 class _Flat:

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 
 from capibara.errors import ConfigError
 from capibara.memory.offload import HOST_MEMORY
+from capibara.ops.layers import training_kernels
 from capibara.train.protocols import Model, Optimizer
 from capibara.train.state import TrainState
 from capibara.train.trainable import joined, trained_part
@@ -74,9 +75,10 @@ def train_step(
             whole = joined(part, params)
             return (of_all or model.loss)(whole, batch, state=model_state, key=key, train=True)
 
-        (value, (new_state, metrics)), grads = jax.value_and_grad(loss, has_aux=True)(
-            trained_part(model, params)
-        )
+        with training_kernels():
+            (value, (new_state, metrics)), grads = jax.value_and_grad(loss, has_aux=True)(
+                trained_part(model, params)
+            )
         return grads, new_state, {**metrics, "loss": value}
 
     def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:

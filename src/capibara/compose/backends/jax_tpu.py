@@ -34,6 +34,7 @@ from jax import lax
 from jax.core import Tracer
 
 from capibara.compose.backends import jax_ops
+from capibara.compose.backends.jax_cpu import on_cpu
 from capibara.compose.backends.meshes import free_axes
 from capibara.ops.registry import is_portable
 
@@ -156,6 +157,8 @@ def choose_forms(ops: Any, backend: JaxBackend, mesh: Any | None) -> Any:
     def chosen() -> Any:
         tpu = backend.platform == "tpu"
         found = on_tpu(ops, ordered=_ordered(mesh, backend.rules)) if tpu else ops
+        if backend.platform == "cpu":
+            found = on_cpu(ops)
         alone = backend.mesh is None or backend.mesh.size == 1
         if backend.policy.exchange == "compute" or (alone and backend.platform in _GPUS):
             found = returning_half_width(found)

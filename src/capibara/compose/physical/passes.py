@@ -9,11 +9,13 @@ number of nodes; regions (repeated and rematerialised blocks) are graphs of thei
 * :func:`share_common`: the same operation on the same values is done once.
 * :func:`remove_dead`: what no output and no state needs is dropped.
 * :func:`fan_out`, for training on a mesh: what several products read is marked, so that its gradient is exchanged once.
+* :func:`gate`, for training: ``silu`` and the product that alone reads it become one operation.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -30,6 +32,7 @@ __all__ = [
     "FOLD_LIMIT",
     "fan_out",
     "fold_constants",
+    "gate",
     "optimise",
     "remove_dead",
     "remove_identities",
@@ -340,3 +343,44 @@ def _fan_out(graph: Graph, where: Callable[[str], Any]) -> int:
             reader.inputs = [copies, *reader.inputs[1:]]
     graph.nodes = [each for node in graph.nodes for each in (first.get(id(node)), node) if each is not None]
     return len(first)
+
+
+def gate(graph: Graph) -> int:
+    """Let ``silu`` and a product that alone reads it be one operation, which has a gradient of its own.
+
+    Args:
+        graph: it is changed, and so are the regions in it.
+
+    Returns:
+        How many pairs became one operation.
+    """
+    return sum(map(_gate, _parts(graph)))
+
+
+def _gate(graph: Graph) -> int:
+    reads = Counter(id(w) for node in graph.nodes for w in node.inputs)
+    reads.update(id(w) for w in (*graph.outputs.values(), *graph.next_states.values()))
+    active: dict[int, Node] = {}
+    gone: set[int] = set()
+    for node in graph.nodes:
+        if not _pure(node) or node.block.registered:
+            continue
+        if node.block.op == "silu" and not node.block.constrain_output:  # type: ignore[attr-defined]
+            if reads[id(node.outputs[0])] == 1:
+                active[id(node.outputs[0])] = node
+        elif node.block.op == "multiply" and len(node.inputs) == 2:  # type: ignore[attr-defined]
+            left, right = node.inputs
+            first = active.get(id(left)) or active.get(id(right))
+            other = right if id(left) in active else left
+            if first is None or other.role == "constant":
+                continue
+            node.block = Primitive(
+                "gated",
+                {"gate": ("*b", "float"), "up": ("*b", "float")},
+                {"output": ("*b", "float")},
+                {},
+            )
+            node.inputs = [first.inputs[0], other]
+            gone.add(id(first))
+    graph.nodes = [node for node in graph.nodes if id(node) not in gone]
+    return len(gone)

@@ -29,7 +29,7 @@ from capibara.compose.physical.codegen import generate, module_source
 from capibara.compose.physical.compile_keys import Keys
 from capibara.compose.physical.compiled import CompiledModel, Program
 from capibara.compose.physical.graph import Graph, Node, flatten
-from capibara.compose.physical.passes import fan_out, optimise
+from capibara.compose.physical.passes import fan_out, gate, optimise
 from capibara.compose.physical.registered import check_registered, functions_of
 from capibara.compose.physical.sizes import resolve_sizes
 from capibara.compose.physical.specs import ModelSpecs
@@ -143,6 +143,8 @@ def compile(
         after = sum(1 for _ in graph.walk())
         if not inference:
             _fan_out(graph, backend)
+            if getattr(backend, "type", "jax") == "jax":
+                gate(graph)
         modes = {
             id(node.block): _mode(node, backend) for node in graph.walk() if isinstance(node.block, Repeat)
         }

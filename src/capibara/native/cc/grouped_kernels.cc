@@ -12,9 +12,12 @@ using capibara::GroupedBlock;
 constexpr int64_t kPanel = kVectors * kWidth;  // columns of a register tile
 constexpr int64_t kDeep = 384;                 // summed over at a time
 constexpr int64_t kDeepStep = kDeep + 16;
+// Floats from a copied panel to the next. Not a power of two: lines of several panels are written in turn.
+constexpr int64_t kLeftPanel = kDeep * kRows + 16, kRightPanel = kDeep * kPanel + 16;
 constexpr int64_t kMostRows = 360 / kRows * kRows;
 constexpr int64_t kMostColumns = 512;
 constexpr int64_t kShort = 256;                // numbers from a row of the left matrix to the next
+constexpr int64_t kMeeting = 512;              // a multiple of these, longer rows meet in the caches
 constexpr int64_t kFew = 4096;                 // numbers of a right matrix that do not meet in the first cache
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -35,7 +38,7 @@ static void pack_a(const GroupedBlock& p, int64_t k0, int64_t depth, float* to) 
     const float* const from = p.a + (k0 + k) * p.a_step;
     float* panel = to + k * kRows;
     int64_t i = 0;
-    for (; i + kRows <= p.rows; i += kRows, panel += kDeep * kRows)
+    for (; i + kRows <= p.rows; i += kRows, panel += kLeftPanel)
       __builtin_memcpy(panel, from + i, kRows * sizeof(float));
     for (int64_t r = 0; i + r < p.rows; ++r) panel[r] = from[i + r];
   }
@@ -48,7 +51,7 @@ static void pack_b(const GroupedBlock& p, int64_t k0, int64_t depth, float* to) 
       const float* const from = p.b + (k0 + k) * p.b_step;
       float* panel = to + k * kPanel;
       int64_t j = 0;
-      for (; j + kPanel <= p.columns; j += kPanel, panel += kDeep * kPanel)
+      for (; j + kPanel <= p.columns; j += kPanel, panel += kRightPanel)
         for (int64_t l = 0; l < kPanel; l += kWidth) store(panel + l, load(from + j + l));
       if (j < p.columns)
         for (int64_t l = 0; l < kPanel; ++l) panel[l] = j + l < p.columns ? from[j + l] : 0;
@@ -56,7 +59,7 @@ static void pack_b(const GroupedBlock& p, int64_t k0, int64_t depth, float* to) 
     return;
   }
   for (int64_t j = 0; j < p.columns; j += kWidth) {
-    float* const panel = to + j / kPanel * kDeep * kPanel + j % kPanel;
+    float* const panel = to + j / kPanel * kRightPanel + j % kPanel;
     const float* const from = p.b + j * p.b_step + k0;
     const int64_t there = least(p.columns - j, kWidth);
     int64_t k = 0;
@@ -119,12 +122,12 @@ static void grouped_multiply(const GroupedBlock& p, float* scratch) {
   float* const edge = scratch;  // a tile that is not all within the result
   float* const a = edge + kRows * kPanel;
   float* const b = a + kMostRows * kDeepStep;
-  const bool a_lies = !p.a_by_depth && p.a_step <= kShort;
+  const bool a_lies = !p.a_by_depth && (p.a_step <= kShort || p.a_step % kMeeting != 0);
   // Whole panels only: columns past the last one are not there to be read.
   const bool b_lies = !p.b_by_column && p.depth * p.b_step <= kFew && p.columns % kPanel == 0;
   const int64_t row_step = p.a_by_depth ? 1 : a_lies ? p.a_step : kDeepStep, depth_step = p.a_by_depth ? kRows : 1;
   const int64_t panel_step = b_lies ? p.b_step : kPanel;
-  const int64_t tile_step = p.a_by_depth ? kDeep * kRows : kRows * kDeepStep;
+  const int64_t tile_step = p.a_by_depth ? kLeftPanel : kRows * kDeepStep;
   // Even shares of the depth: a short last one would be mostly copies.
   const int64_t shares = (p.depth + kDeep - 1) / kDeep, share = (p.depth + shares - 1) / shares;
   Ahead ahead(p.next, shares * ((p.columns + kPanel - 1) / kPanel) * ((p.rows + kRows - 1) / kRows));
@@ -133,7 +136,7 @@ static void grouped_multiply(const GroupedBlock& p, float* scratch) {
     if (!a_lies) pack_a(p, k0, depth, a);
     if (!b_lies) pack_b(p, k0, depth, b);
     for (int64_t j = 0; j < p.columns; j += kPanel) {
-      const float* const panel = b_lies ? p.b + k0 * p.b_step + j : b + j * kDeep;
+      const float* const panel = b_lies ? p.b + k0 * p.b_step + j : b + j / kPanel * kRightPanel;
       const int64_t columns = least(kPanel, p.columns - j);
       for (int64_t i = 0; i < p.rows; i += kRows) {
         ahead.fetch();
@@ -158,7 +161,8 @@ static void grouped_multiply(const GroupedBlock& p, float* scratch) {
 
 extern const capibara::GroupedKernels kGrouped;
 const capibara::GroupedKernels kGrouped = {
-    kMostRows, kMostColumns, kRows, kPanel, kRows * kPanel + kMostRows * kDeepStep + kMostColumns * kDeep,
+    kMostRows, kMostColumns, kRows, kPanel,
+    kRows * kPanel + kMostRows * kDeepStep + kMostColumns / kPanel * kRightPanel,
     grouped_multiply};
 
 }  // namespace CAPIBARA_ISA

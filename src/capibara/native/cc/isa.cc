@@ -15,6 +15,7 @@
   extern const capibara::GroupedKernels kGrouped;      \
   extern const capibara::ThinKernels kThin;            \
   extern const capibara::PagedKernels kPaged;          \
+  extern const capibara::ElementwiseKernels kElementwise; \
   }
 
 #if defined(__aarch64__)
@@ -38,18 +39,18 @@ Isa choose() {
   if (wanted("avx512") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl"))
     return {&avx512::kAttention, &avx512::kTropical, &avx512::kCodec, &avx512::kScan, &avx512::kQuantised,
-            &avx512::kFixed, &avx512::kGrouped, &avx512::kThin, &avx512::kPaged};
+            &avx512::kFixed, &avx512::kGrouped, &avx512::kThin, &avx512::kPaged,  &avx512::kElementwise};
   if (wanted("avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
     return {&avx2::kAttention, &avx2::kTropical, &avx2::kCodec,  &avx2::kScan, &avx2::kQuantised,
-            &avx2::kFixed,     &avx2::kGrouped,   &avx2::kThin, &avx2::kPaged};
+            &avx2::kFixed,     &avx2::kGrouped,   &avx2::kThin, &avx2::kPaged,  &avx2::kElementwise};
 #endif
   (void)wanted;
 #if defined(__aarch64__)
   return {&neon::kAttention, &neon::kTropical, &neon::kCodec,  &neon::kScan, &neon::kQuantised,
-          &neon::kFixed,     &neon::kGrouped,   &neon::kThin, &neon::kPaged};
+          &neon::kFixed,     &neon::kGrouped,   &neon::kThin, &neon::kPaged,  &neon::kElementwise};
 #else
   return {&baseline::kAttention, &baseline::kTropical, &baseline::kCodec, &baseline::kScan, &baseline::kQuantised,
-          &baseline::kFixed, &baseline::kGrouped, &baseline::kThin, &baseline::kPaged};
+          &baseline::kFixed, &baseline::kGrouped, &baseline::kThin, &baseline::kPaged,  &baseline::kElementwise};
 #endif
 }
 

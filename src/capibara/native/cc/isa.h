@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "codec.h"
+#include "elementwise.h"
 #include "fixed.h"
 #include "grouped.h"
 #include "paged.h"
@@ -23,6 +24,7 @@ struct Isa {
   const GroupedKernels* grouped;
   const ThinKernels* thin;
   const PagedKernels* paged;
+  const ElementwiseKernels* elementwise;
 };
 
 const Isa& isa();

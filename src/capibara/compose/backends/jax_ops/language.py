@@ -11,6 +11,7 @@ from jax import lax
 from jax.core import Tracer
 
 from capibara.compose.backends.cache_room import check_end, check_room
+from capibara.compose.backends.jax_ops.elementwise import multiply, silu
 from capibara.compose.backends.jax_stacked import read, write, write_places
 from capibara.compose.errors import InputError
 from capibara.native.levels import NF4
@@ -26,6 +27,7 @@ __all__ = [
     "dropout",
     "fan_out",
     "fold",
+    "gated",
     "group_merge",
     "layer_norm",
     "lookup",
@@ -82,6 +84,11 @@ def project(x: Array, weight: Array, accumulate: str) -> Array:
 def fan_out(x: Array, axis: str) -> Array:
     """``x``, which several products read; on a mesh see :mod:`capibara.compose.backends.jax_fan_out`."""
     return x
+
+
+def gated(gate: Array, up: Array) -> Array:
+    """``silu(gate) * up``; for CPUs see :mod:`capibara.compose.backends.jax_cpu`."""
+    return multiply(silu(gate), up)
 
 
 def merge(x: Array, weight: Array, accumulate: str) -> Array:

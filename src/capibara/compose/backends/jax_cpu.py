@@ -1,0 +1,79 @@
+"""Operations that CPUs do better in another form in training.
+
+Where gradients are taken (:func:`capibara.ops.layers.training_kernels`), products of many rows with weights, norms and
+gates run in compiled kernels, whose passes over memory are fewer than XLA's. What they do not take, and all else, is as
+in :mod:`~capibara.compose.backends.jax_ops`.
+"""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from capibara.compose.backends import jax_ops
+from capibara.compose.backends.jax_repeat import PRODUCT
+
+__all__ = ["on_cpu"]
+
+Array = jax.Array
+
+
+def _dense(x: Array, weight: Array, accumulate: str) -> Array:
+    from capibara.ops import layers
+
+    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    if not layers.takes_product(flat, weight, accumulate):
+        return jax_ops.dense(x, weight, accumulate)
+    # Rematerialisation knows products with weights by XLA's operation for them, and this one by its name.
+    out = checkpoint_name(layers.product(flat, weight), PRODUCT)
+    return out.reshape(*x.shape[:-1], weight.shape[1])
+
+
+def _project(x: Array, weight: Array, accumulate: str) -> Array:
+    flat = weight.reshape(weight.shape[0], math.prod(weight.shape[1:]))
+    return _dense(x, flat, accumulate).reshape(*x.shape[:-1], *weight.shape[1:])
+
+
+def _merge(x: Array, weight: Array, accumulate: str) -> Array:
+    joined = math.prod(weight.shape[:2])
+    flat = x.reshape(*x.shape[:-2], joined)
+    return _dense(flat, weight.reshape(joined, *weight.shape[2:]), accumulate)
+
+
+def _rms_norm(
+    x: Array,
+    scale: Array | None = None,
+    *,
+    epsilon: float,
+    accumulate: str,
+    offset: float = 0.0,
+    dims: int = 1,
+    groups: int = 1,
+) -> Array:
+    from capibara.ops import layers
+
+    if dims == groups == 1 and scale is not None and layers.takes_rms_norm(x, scale, accumulate):
+        return layers.rms_norm(x, scale, epsilon, offset)
+    options: dict[str, Any] = {"epsilon": epsilon, "accumulate": accumulate, "offset": offset}
+    return jax_ops.rms_norm(x, scale, **options, dims=dims, groups=groups)
+
+
+def _gated(gate: Array, up: Array) -> Array:
+    from capibara.ops import layers
+
+    return layers.gated(gate, up) if layers.takes_gated(gate, up) else jax_ops.gated(gate, up)
+
+
+def on_cpu(ops: Any) -> Any:
+    """The operations of a module (its ``__all__``), some of them in the form for training on CPUs.
+
+    Args:
+        ops: :mod:`capibara.compose.backends.jax_ops`.
+    """
+    own = {"dense": _dense, "project": _project, "merge": _merge, "rms_norm": _rms_norm, "gated": _gated}
+    same = {name: getattr(ops, name) for name in ops.__all__}
+    return SimpleNamespace(**{**same, **own}, __all__=list(ops.__all__))
