@@ -23,19 +23,26 @@ Array = jax.Array
 
 
 def _dense(x: Array, weight: Array, accumulate: str) -> Array:
-    from capibara.ops import layers
-
-    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    if not layers.takes_product(flat, weight, accumulate):
-        return jax_ops.dense(x, weight, accumulate)
-    # Rematerialisation knows products with weights by XLA's operation for them, and this one by its name.
-    out = checkpoint_name(layers.product(flat, weight), PRODUCT)
-    return out.reshape(*x.shape[:-1], weight.shape[1])
+    return _products(x, weight, accumulate=accumulate)[0]
 
 
 def _project(x: Array, weight: Array, accumulate: str) -> Array:
     flat = weight.reshape(weight.shape[0], math.prod(weight.shape[1:]))
     return _dense(x, flat, accumulate).reshape(*x.shape[:-1], *weight.shape[1:])
+
+
+def _products(x: Array, *weights: Array, accumulate: str) -> tuple[Array, ...]:
+    from capibara.ops import layers
+
+    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    matrices = tuple(w.reshape(w.shape[0], math.prod(w.shape[1:])) for w in weights)
+    if not layers.takes_products(flat, matrices, accumulate):
+        return jax_ops.products(x, *weights, accumulate=accumulate)
+    # Rematerialisation knows products with weights by XLA's operation for them, and these by their name.
+    found = (checkpoint_name(out, PRODUCT) for out in layers.products(flat, *matrices))
+    return tuple(
+        out.reshape(*x.shape[:-1], *w.shape[1:]) for out, w in zip(found, weights, strict=True)
+    )
 
 
 def _merge(x: Array, weight: Array, accumulate: str) -> Array:
@@ -62,10 +69,32 @@ def _rms_norm(
     return jax_ops.rms_norm(x, scale, **options, dims=dims, groups=groups)
 
 
+def _norm_beside(x: Array, scale: Array, *, epsilon: float, accumulate: str, **options: Any) -> Any:
+    from capibara.ops import layers
+
+    if set(options) <= {"offset"} and layers.takes_rms_norm(x, scale, accumulate):
+        return layers.norm_beside(x, scale, epsilon, options.get("offset", 0.0))
+    return jax_ops.norm_beside(x, scale, epsilon=epsilon, accumulate=accumulate, **options)
+
+
 def _gated(gate: Array, up: Array) -> Array:
     from capibara.ops import layers
 
     return layers.gated(gate, up) if layers.takes_gated(gate, up) else jax_ops.gated(gate, up)
+
+
+def _rotary_table(
+    positions: Array,
+    dim: int,
+    theta: float,
+    accumulate: str,
+    frequencies: tuple[float, ...] | None = None,
+    factor: float = 1.0,
+) -> tuple[Array, Array]:
+    from capibara.ops.layers import training
+    from capibara.ops.rotary.table import rotary_table
+
+    return rotary_table(positions, dim, theta, accumulate, frequencies, factor, once=training())
 
 
 def on_cpu(ops: Any) -> Any:
@@ -74,6 +103,15 @@ def on_cpu(ops: Any) -> Any:
     Args:
         ops: :mod:`capibara.compose.backends.jax_ops`.
     """
-    own = {"dense": _dense, "project": _project, "merge": _merge, "rms_norm": _rms_norm, "gated": _gated}
+    own = {
+        "dense": _dense,
+        "project": _project,
+        "products": _products,
+        "merge": _merge,
+        "rms_norm": _rms_norm,
+        "norm_beside": _norm_beside,
+        "gated": _gated,
+        "rotary_table": _rotary_table,
+    }
     same = {name: getattr(ops, name) for name in ops.__all__}
     return SimpleNamespace(**{**same, **own}, __all__=list(ops.__all__))

@@ -35,6 +35,7 @@ from jax.core import Tracer
 
 from capibara.compose.backends import jax_ops
 from capibara.compose.backends.jax_cpu import on_cpu
+from capibara.compose.backends.jax_ops.language import beside, each_product
 from capibara.compose.backends.meshes import free_axes
 from capibara.ops.registry import is_portable
 
@@ -113,11 +114,13 @@ def on_tpu(ops: Any, *, ordered: Callable[[Array], Array] | None = _in_order) ->
     own = {
         "dense": _dense,
         "project": _project,
+        "products": each_product(_dense, _project),
         "merge": _merge,
         "gelu": _gelu,
         "rotate": partial(ops.rotate, implementation="auto"),
         **{name: _features_innermost(norm, ordered) if ordered else norm for name, norm in norms.items()},
     }
+    own["norm_beside"] = beside(own["rms_norm"])
     same = {name: getattr(ops, name) for name in ops.__all__}
     return SimpleNamespace(**{**same, **own}, __all__=list(ops.__all__))
 
@@ -140,6 +143,7 @@ def returning_half_width(ops: Any) -> Any:
 
     same = {name: getattr(ops, name) for name in ops.__all__}
     own = {name: half(same[name]) for name in ("dense", "project", "merge")}
+    own["products"] = each_product(own["dense"], own["project"])
     return SimpleNamespace(**{**same, **own}, __all__=list(ops.__all__))
 
 

@@ -9,7 +9,8 @@ number of nodes; regions (repeated and rematerialised blocks) are graphs of thei
 * :func:`share_common`: the same operation on the same values is done once.
 * :func:`remove_dead`: what no output and no state needs is dropped.
 * :func:`fan_out`, for training on a mesh: what several products read is marked, so that its gradient is exchanged once.
-* :func:`gate`, for training: ``silu`` and the product that alone reads it become one operation.
+* :func:`join`, for training on one device: what has a gradient of its own as one operation becomes one: products of one
+  value with several weights, ``silu`` and the product that alone reads it, a norm and what goes past it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ __all__ = [
     "FOLD_LIMIT",
     "fan_out",
     "fold_constants",
-    "gate",
+    "join",
     "optimise",
     "remove_dead",
     "remove_identities",
@@ -345,42 +346,98 @@ def _fan_out(graph: Graph, where: Callable[[str], Any]) -> int:
     return len(first)
 
 
-def gate(graph: Graph) -> int:
-    """Let ``silu`` and a product that alone reads it be one operation, which has a gradient of its own.
+def join(graph: Graph) -> int:
+    """Let neighbours be one operation whose gradient takes fewer passes over memory than theirs.
+
+    * ``products``: dense products of one value with several parameters; its gradient is one sum.
+    * ``gated``: ``silu`` and a product that alone reads it.
+    * ``norm_beside``: an RMS norm of a value that goes on beside it, as that of a residual stream does. It gives out
+      both, so that their gradients are added where that of the norm is computed.
 
     Args:
         graph: it is changed, and so are the regions in it.
 
     Returns:
-        How many pairs became one operation.
+        How many operations are new.
     """
-    return sum(map(_gate, _parts(graph)))
+    return sum(_join_products(part) + _join_gates(part) + _join_norms(part) for part in _parts(graph))
 
 
-def _gate(graph: Graph) -> int:
-    reads = Counter(id(w) for node in graph.nodes for w in node.inputs)
-    reads.update(id(w) for w in (*graph.outputs.values(), *graph.next_states.values()))
+def _is(node: Node, *ops: str) -> bool:
+    """Whether a node is one of the backend's own operations."""
+    block = node.block
+    return isinstance(block, Primitive) and not block.registered and node.region is None and block.op in ops
+
+
+def _floats(*names: str) -> dict[str, tuple[str, str]]:
+    """Ports of any shapes: those of their wires are known already."""
+    return {name: (f"*{name}", "float") for name in names}
+
+
+def _reads(graph: Graph) -> Counter[int]:
+    """How often each wire (by its id) is read."""
+    every = [w for node in graph.nodes for w in node.inputs]
+    return Counter(map(id, (*every, *graph.outputs.values(), *graph.next_states.values())))
+
+
+def _join_products(graph: Graph) -> int:
+    weights = {id(leaf.wire) for leaf in graph.params.values()}
+    groups: dict[int, list[Node]] = {}
+    for node in graph.nodes:
+        if _is(node, *_PRODUCTS) and id(node.inputs[1]) in weights:
+            groups.setdefault(id(node.inputs[0]), []).append(node)
+    groups = {key: group for key, group in groups.items() if len(group) > 1}
+    gone = {id(node) for group in groups.values() for node in group[1:]}
+    for group in groups.values():
+        first = group[0]
+        keys = [node.path[-1] if node.path else str(i) for i, node in enumerate(group)]
+        keys = keys if len(set(keys)) == len(keys) else list(map(str, range(len(keys))))
+        weights_of = [f"weight_{key}" for key in keys]
+        first.block = Primitive("products", _floats("input", *weights_of), _floats(*keys), accumulates=True)
+        first.inputs = [first.inputs[0], *(node.inputs[1] for node in group)]
+        first.outputs = [node.outputs[0] for node in group]
+    graph.nodes = [node for node in graph.nodes if id(node) not in gone]
+    return len(groups)
+
+
+def _join_gates(graph: Graph) -> int:
+    reads = _reads(graph)
     active: dict[int, Node] = {}
     gone: set[int] = set()
     for node in graph.nodes:
-        if not _pure(node) or node.block.registered:
-            continue
-        if node.block.op == "silu" and not node.block.constrain_output:  # type: ignore[attr-defined]
-            if reads[id(node.outputs[0])] == 1:
-                active[id(node.outputs[0])] = node
-        elif node.block.op == "multiply" and len(node.inputs) == 2:  # type: ignore[attr-defined]
+        if _is(node, "silu") and reads[id(node.outputs[0])] == 1:
+            active[id(node.outputs[0])] = node
+        elif _is(node, "multiply"):
             left, right = node.inputs
-            first = active.get(id(left)) or active.get(id(right))
-            other = right if id(left) in active else left
-            if first is None or other.role == "constant":
+            if id(left) not in active:
+                left, right = right, left
+            if (first := active.get(id(left))) is None or right.role == "constant":
                 continue
-            node.block = Primitive(
-                "gated",
-                {"gate": ("*b", "float"), "up": ("*b", "float")},
-                {"output": ("*b", "float")},
-                {},
-            )
-            node.inputs = [first.inputs[0], other]
+            node.block = Primitive("gated", _floats("gate", "up"), _floats("output"))
+            node.inputs = [first.inputs[0], right]
             gone.add(id(first))
     graph.nodes = [node for node in graph.nodes if id(node) not in gone]
     return len(gone)
+
+
+def _join_norms(graph: Graph) -> int:
+    left = _reads(graph)
+    instead = _Instead()
+    count = 0
+    for node in graph.nodes:
+        left.subtract(map(id, node.inputs))
+        value = node.inputs[0] if node.inputs else None
+        node.inputs = [instead.get(w) for w in node.inputs]
+        if not _is(node, "rms_norm") or len(node.inputs) != 2 or left[id(value)] == 0:
+            continue
+        assert value is not None
+        beside = Wire(value.shape, value.kind)
+        assert isinstance(node.block, Primitive)
+        options = node.block.attributes
+        ports = _floats("input", "scale"), _floats("beside", "output")
+        node.block = Primitive("norm_beside", *ports, options, accumulates=True)
+        node.outputs = [beside, *node.outputs]
+        instead.put(value, beside)
+        count += 1
+    instead.apply(graph)
+    return count

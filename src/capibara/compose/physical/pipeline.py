@@ -29,7 +29,7 @@ from capibara.compose.physical.codegen import generate, module_source
 from capibara.compose.physical.compile_keys import Keys
 from capibara.compose.physical.compiled import CompiledModel, Program
 from capibara.compose.physical.graph import Graph, Node, flatten
-from capibara.compose.physical.passes import fan_out, gate, optimise
+from capibara.compose.physical.passes import fan_out, join, optimise
 from capibara.compose.physical.registered import check_registered, functions_of
 from capibara.compose.physical.sizes import resolve_sizes
 from capibara.compose.physical.specs import ModelSpecs
@@ -143,8 +143,7 @@ def compile(
         after = sum(1 for _ in graph.walk())
         if not inference:
             _fan_out(graph, backend)
-            if getattr(backend, "type", "jax") == "jax":
-                gate(graph)
+            _join(graph, backend)
         modes = {
             id(node.block): _mode(node, backend) for node in graph.walk() if isinstance(node.block, Repeat)
         }
@@ -317,6 +316,13 @@ def _fan_out(graph: Graph, backend: Any) -> None:
         return axes if any(mesh.shape[name] > 1 for name in axes) else None
 
     fan_out(graph, where)
+
+
+def _join(graph: Graph, backend: Any) -> None:
+    """Join operations that the backend has in one, where no mesh divides them."""
+    mesh = getattr(backend, "mesh", None)
+    if getattr(backend, "type", "jax") == "jax" and (mesh is None or mesh.size == 1):
+        join(graph)
 
 
 def _parts(graph: Graph, backend: Any) -> tuple[str, ...]:

@@ -53,12 +53,19 @@ ffi::Error rms_norm(ffi::ThreadPool pool, Floats x, Floats scale, ffi::Result<Fl
   return finished(capibara::Crew::run(pool, (rows + part - 1) / part, kScratch, work));
 }
 
+// `more` holds nothing, or slopes like x that are added to those of x.
 ffi::Error rms_norm_backward(ffi::ThreadPool pool, Floats x, Floats scale, Floats inverse, Floats y_slope,
-                             ffi::Result<Floats> x_slope, ffi::Result<Floats> scale_slope, float offset) {
+                             ffi::RemainingArgs more, ffi::Result<Floats> x_slope, ffi::Result<Floats> scale_slope, float offset) {
   const int64_t features = features_of(x), count = x.element_count(), rows = features == 0 ? 0 : count / features;
   if (!alike(x, y_slope) || !alike(x, *x_slope) || scale.element_count() != size_t(features) ||
       scale_slope->element_count() != size_t(features) || inverse.element_count() != size_t(rows))
     return refuse("the arrays' shapes do not fit together");
+  const float* beside = nullptr;
+  if (more.size() > 0) {
+    const auto slopes = more.get<Floats>(0);
+    if (more.size() > 1 || !slopes.has_value() || !alike(x, *slopes)) return refuse("the slopes beside it do not fit");
+    beside = slopes->typed_data();
+  }
   float* const total = scale_slope->typed_data();
   std::fill(total, total + features, 0.0f);
   if (count == 0) return ffi::Error::Success();
@@ -71,8 +78,8 @@ ffi::Error rms_norm_backward(ffi::ThreadPool pool, Floats x, Floats scale, Float
     const int64_t first = item * part, at = first * features;
     capibara::isa().elementwise->rms_norm_backward(
         {std::min(part, rows - first), features, x.typed_data() + at, scale.typed_data(),
-         inverse.typed_data() + first, y_slope.typed_data() + at, offset, x_slope->typed_data() + at,
-         sums.get() + item * features});
+         inverse.typed_data() + first, y_slope.typed_data() + at, beside == nullptr ? nullptr : beside + at, offset,
+         x_slope->typed_data() + at, sums.get() + item * features});
   };
   if (!capibara::Crew::run(pool, parts, kScratch, work)) return finished(false);
   for (int64_t i = 0; i < parts; ++i)
@@ -134,6 +141,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(capibara_rms_norm_backward, rms_norm_backward,
                                   .Arg<Floats>()
                                   .Arg<Floats>()
                                   .Arg<Floats>()
+                                  .RemainingArgs()
                                   .Ret<Floats>()
                                   .Ret<Floats>()
                                   .Attr<float>("offset"));

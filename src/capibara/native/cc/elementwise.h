@@ -14,10 +14,11 @@ struct RmsNorm {
   float *y, *inverse;  // [rows, features], [rows]
 };
 
-// Of the same: slopes of x, and the sum over the rows of those of scale. `inverse` is what the forward pass gave.
+// Of the same: slopes of x, and the sum over the rows of those of scale. `inverse` is what the forward pass gave; `beside`
+// is null, or slopes of x that are added.
 struct RmsNormBackward {
   int64_t rows, features;
-  const float *x, *scale, *inverse, *y_slope;
+  const float *x, *scale, *inverse, *y_slope, *beside;
   float offset;
   float *x_slope, *scale_slope;
 };

@@ -38,11 +38,13 @@ static void rms_norm(const RmsNorm& p) {
   }
 }
 
-static void rms_norm_backward(const RmsNormBackward& p) {
+template <bool kBeside>
+static inline void rms_norm_slopes(const RmsNormBackward& p) {
   for (int64_t j = 0; j < p.features; ++j) p.scale_slope[j] = 0;
   for (int64_t i = 0; i < p.rows; ++i) {
     const float* const x = p.x + i * p.features;
     const float* const slope = p.y_slope + i * p.features;
+    const float* const beside = kBeside ? p.beside + i * p.features : nullptr;
     float* const to = p.x_slope + i * p.features;
     const float inverse = p.inverse[i];
     const float along = over(
@@ -54,13 +56,21 @@ static void rms_norm_backward(const RmsNormBackward& p) {
     for (; j + kWidth <= p.features; j += kWidth) {
       const Vec row = load(x + j), other = load(slope + j);
       store(p.scale_slope + j, load(p.scale_slope + j) + row * inverse * other);
-      store(to + j, other * (load(p.scale + j) + p.offset) * inverse - row * back);
+      const Vec own = other * (load(p.scale + j) + p.offset) * inverse - row * back;
+      store(to + j, kBeside ? own + load(beside + j) : own);
     }
     for (; j < p.features; ++j) {
       p.scale_slope[j] += x[j] * inverse * slope[j];
-      to[j] = slope[j] * (p.scale[j] + p.offset) * inverse - x[j] * back;
+      to[j] = slope[j] * (p.scale[j] + p.offset) * inverse - x[j] * back + (kBeside ? beside[j] : 0);
     }
   }
+}
+
+static void rms_norm_backward(const RmsNormBackward& p) {
+  if (p.beside != nullptr)
+    rms_norm_slopes<true>(p);
+  else
+    rms_norm_slopes<false>(p);
 }
 
 static inline __attribute__((always_inline)) Vec sigmoid(Vec x) {

@@ -65,11 +65,8 @@ ffi::Error multiply(ffi::ThreadPool& pool, const std::vector<GroupedBlock>& prod
         }
     }
   };
-  // Small products in more blocks than threads, so that these end together. A sum over many rows is the same work in
-  // every block, and narrow blocks would copy what others have copied, too: there one block a thread.
-  const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
-  const bool alone = products.size() == 1 && products[0].a_by_depth;
-  const auto enough = static_cast<size_t>((alone ? 1 : 4) * threads);
+  // Small products in more blocks than threads, so that these end together.
+  const auto enough = static_cast<size_t>(4 * std::max<int64_t>(pool.num_threads(), 1));
   for (cut(); blocks.size() < enough; cut()) {
     if (columns > 2 * kernels.unit_columns)
       columns /= 2;
@@ -78,14 +75,11 @@ ffi::Error multiply(ffi::ThreadPool& pool, const std::vector<GroupedBlock>& prod
     else
       break;
   }
-  // And as many of them for every thread.
-  for (int64_t most = columns; alone && blocks.size() % threads != 0 && columns > 2 * kernels.unit_columns; cut())
-    columns = std::min(columns - kernels.unit_columns, most);
   // Threads take small blocks in runs, and fetch the next one of a run ahead.
   int64_t all = 0, done = 0;
   const auto operations = [](const GroupedBlock& b) { return b.rows * b.columns * (b.depth + 1); };
   for (const GroupedBlock& block : blocks) all += operations(block);
-  const int64_t most = std::min(kRun, all / (4 * threads));
+  const int64_t most = std::min(kRun, all / static_cast<int64_t>(enough));
   std::vector<size_t> runs{0};
   for (size_t i = 0; i < blocks.size(); ++i) {
     if (done > 0 && done + operations(blocks[i]) > most) runs.push_back(i), done = 0;

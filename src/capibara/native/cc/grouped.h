@@ -5,7 +5,7 @@
 
 namespace capibara {
 
-// c[i, j] = sum over k of a[i, k] * b[k, j] for a block of a product; 0 where depth is 0.
+// c[i, j] = sum over k of a[i, k] * b[k, j] for a block of a product; 0 where depth is 0, or nothing is added.
 struct GroupedBlock {
   int64_t rows, columns, depth;
   const float* a;  // [rows, depth], or [depth, rows] if a_by_depth; a_step numbers from a row to the next
@@ -16,6 +16,7 @@ struct GroupedBlock {
   bool b_by_column;
   float* c;  // [rows, columns]
   int64_t c_step;
+  bool add = false;  // to what c holds
   const GroupedBlock* next = nullptr;  // what the same thread computes after it, or null
 };
 

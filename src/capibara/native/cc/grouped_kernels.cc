@@ -116,7 +116,7 @@ class Ahead {
 
 static void grouped_multiply(const GroupedBlock& p, float* scratch) {
   if (p.depth == 0) {
-    for (int64_t i = 0; i < p.rows; ++i) __builtin_memset(p.c + i * p.c_step, 0, p.columns * sizeof(float));
+    for (int64_t i = 0; !p.add && i < p.rows; ++i) __builtin_memset(p.c + i * p.c_step, 0, p.columns * sizeof(float));
     return;
   }
   float* const edge = scratch;  // a tile that is not all within the result
@@ -133,6 +133,7 @@ static void grouped_multiply(const GroupedBlock& p, float* scratch) {
   Ahead ahead(p.next, shares * ((p.columns + kPanel - 1) / kPanel) * ((p.rows + kRows - 1) / kRows));
   for (int64_t k0 = 0; k0 < p.depth; k0 += share) {
     const int64_t depth = least(share, p.depth - k0);
+    const bool add = p.add || k0 > 0;
     if (!a_lies) pack_a(p, k0, depth, a);
     if (!b_lies) pack_b(p, k0, depth, b);
     for (int64_t j = 0; j < p.columns; j += kPanel) {
@@ -144,7 +145,7 @@ static void grouped_multiply(const GroupedBlock& p, float* scratch) {
         const float* const tile = a_lies ? p.a + i * p.a_step + k0 : a + i / kRows * tile_step;
         float* const c = p.c + i * p.c_step + j;
         if (columns == kPanel) {
-          Rows<kRows, kVectors>::run(rows, depth, tile, row_step, depth_step, panel, panel_step, c, p.c_step, k0 > 0);
+          Rows<kRows, kVectors>::run(rows, depth, tile, row_step, depth_step, panel, panel_step, c, p.c_step, add);
           continue;
         }
         if (columns > kWidth)
@@ -153,7 +154,7 @@ static void grouped_multiply(const GroupedBlock& p, float* scratch) {
           Rows<kRows, 1>::run(rows, depth, tile, row_step, depth_step, panel, kPanel, edge, kPanel, false);
         for (int r = 0; r < rows; ++r)
           for (int64_t l = 0; l < columns; ++l)
-            c[r * p.c_step + l] = edge[r * kPanel + l] + (k0 > 0 ? c[r * p.c_step + l] : 0);
+            c[r * p.c_step + l] = edge[r * kPanel + l] + (add ? c[r * p.c_step + l] : 0);
       }
     }
   }

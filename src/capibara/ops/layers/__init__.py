@@ -7,16 +7,18 @@ where a function is traced for exactly that (:func:`training_kernels`); everywhe
 """
 
 from capibara.ops.layers.gated import gated, takes_gated
-from capibara.ops.layers.norm import rms_norm, takes_rms_norm
-from capibara.ops.layers.product import product, takes_product
-from capibara.ops.layers.wanted import training_kernels
+from capibara.ops.layers.norm import norm_beside, rms_norm, takes_rms_norm
+from capibara.ops.layers.product import products, takes_products
+from capibara.ops.layers.wanted import training, training_kernels
 
 __all__ = [
     "gated",
-    "product",
+    "norm_beside",
+    "products",
     "rms_norm",
     "takes_gated",
-    "takes_product",
+    "takes_products",
     "takes_rms_norm",
+    "training",
     "training_kernels",
 ]

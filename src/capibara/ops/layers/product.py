@@ -1,73 +1,100 @@
-"""A product of many rows with a matrix, and its two gradients, by the kernels for grouped products.
+"""Products of many rows with one or several matrices, and their gradients, by compiled kernels.
 
-Of a sum over many rows, which the gradient of the matrix is, XLA:CPU computes small blocks of the result, each of which
-copies its operands anew. The kernel gives each thread one wide block.
+Of a sum over many rows, which the gradient of a matrix is, XLA:CPU computes small blocks of the result, each of which
+copies its operands anew; the kernel gives each thread one wide block. The gradient of rows that several matrices
+multiply, as those of queries, keys and values do, is one sum.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from capibara.measure.flops import register_foreign_call
 from capibara.ops.layers.wanted import wanted
 from capibara.ops.one_device import native_call_one_by_one, on_one_device
 
-__all__ = ["product", "takes_product"]
+__all__ = ["products", "takes_products"]
 
 _LEAST_ROWS = 128  # with fewer, XLA's products are as fast
 
+register_foreign_call(
+    "capibara_products", lambda ins, outs, _: sum(2 * math.prod(ins[0]) * out[1] for out in outs)
+)
+register_foreign_call(
+    "capibara_products_of_rows",
+    lambda ins, outs, _: sum(2 * math.prod(slope) * outs[0][1] for slope in ins[: len(ins) // 2]),
+)
+register_foreign_call(
+    "capibara_products_of_matrices",
+    lambda ins, outs, _: sum(2 * ins[0][0] * math.prod(out) for out in outs),
+)
 
-def takes_product(x: jax.Array, matrix: jax.Array, accumulate: str) -> bool:
-    """Whether :func:`product` computes ``x [rows, inner] @ matrix [inner, columns]`` here."""
-    return accumulate == "float32" and wanted(x, matrix) and x.shape[0] >= _LEAST_ROWS and matrix.size > 0
+
+def takes_products(x: jax.Array, matrices: tuple[jax.Array, ...], accumulate: str) -> bool:
+    """Whether :func:`products` computes ``x [rows, inner] @ matrix [inner, columns]`` of each here."""
+    return accumulate == "float32" and wanted(x, *matrices) and x.shape[0] >= _LEAST_ROWS
 
 
 @jax.custom_vjp
-def product(x: jax.Array, matrix: jax.Array) -> jax.Array:
-    """``x @ matrix``, and for gradients ``slope @ matrix.T`` and ``x.T @ slope``.
+def products(x: jax.Array, *matrices: jax.Array) -> tuple[jax.Array, ...]:
+    """``x @ matrix`` for each, and for gradients ``sum(slope @ matrix.T)`` and ``x.T @ slope``.
 
     Args:
-      x: float32 ``[rows, inner]``. matrix: float32 ``[inner, columns]``.
+      x: float32 ``[rows, inner]``. matrices: float32 ``[inner, columns]``.
 
     Returns:
-      float32 ``[rows, columns]``.
+      float32 ``[rows, columns]`` of each.
     """
-    return _rows(x, matrix, transposed=False)
+
+    def by_kernel(x: jax.Array, *matrices: jax.Array) -> Any:
+        out = [_floats(x.shape[0], matrix.shape[1]) for matrix in matrices]
+        return tuple(native_call_one_by_one("capibara_products", out, x, *matrices))
+
+    def by_xla(x: jax.Array, *matrices: jax.Array) -> Any:
+        return tuple(x @ matrix for matrix in matrices)
+
+    return on_one_device(by_kernel, by_xla, x, *matrices)
 
 
-def _rows(x: jax.Array, matrix: jax.Array, *, transposed: bool) -> jax.Array:
-    columns = matrix.shape[0 if transposed else 1]
-
-    def by_kernel(x: jax.Array, matrix: jax.Array) -> jax.Array:
-        out = jax.ShapeDtypeStruct((x.shape[0], columns), jnp.float32)
-        rows = jnp.full(1, x.shape[0], jnp.int32)
-        arrays = x, matrix[None], rows
-        return native_call_one_by_one("capibara_grouped_product", [out], *arrays, transposed=int(transposed))[0]
-
-    def by_xla(x: jax.Array, matrix: jax.Array) -> jax.Array:
-        return x @ (matrix.T if transposed else matrix)
-
-    return on_one_device(by_kernel, by_xla, x, matrix)
+def _floats(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def _columns(left: jax.Array, right: jax.Array) -> jax.Array:
-    def by_kernel(left: jax.Array, right: jax.Array) -> jax.Array:
-        out = jax.ShapeDtypeStruct((1, left.shape[1], right.shape[1]), jnp.float32)
-        rows = jnp.full(1, left.shape[0], jnp.int32)
-        return native_call_one_by_one("capibara_grouped_outer", [out], left, right, rows)[0][0]
-
-    return on_one_device(by_kernel, lambda left, right: left.T @ right, left, right)
+def _forward(x: jax.Array, *matrices: jax.Array) -> tuple[tuple[jax.Array, ...], Any]:
+    return products(x, *matrices), (x, matrices)
 
 
-def _forward(x: jax.Array, matrix: jax.Array) -> tuple[jax.Array, Any]:
-    return product(x, matrix), (x, matrix)
+def _backward(kept: Any, slopes: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    x, matrices = kept
+    # Two calls, so that XLA leaves out the gradients that nobody asks for.
+    return _of_rows(slopes, matrices), *_of_matrices(x, slopes)
 
 
-def _backward(kept: Any, slope: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, matrix = kept
-    return _rows(slope, matrix, transposed=True), _columns(x, slope)
+def _of_rows(slopes: tuple[jax.Array, ...], matrices: tuple[jax.Array, ...]) -> jax.Array:
+    def by_kernel(*arrays: jax.Array) -> jax.Array:
+        out = _floats(arrays[0].shape[0], arrays[-1].shape[0])
+        return native_call_one_by_one("capibara_products_of_rows", [out], *arrays)[0]
+
+    def by_xla(*arrays: jax.Array) -> jax.Array:
+        half = len(arrays) // 2
+        return sum((s @ w.T for s, w in zip(arrays[:half], arrays[half:], strict=True)), start=jnp.zeros(()))
+
+    return on_one_device(by_kernel, by_xla, *slopes, *matrices)
 
 
-product.defvjp(_forward, _backward)
+def _of_matrices(x: jax.Array, slopes: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def by_kernel(x: jax.Array, *slopes: jax.Array) -> Any:
+        out = [_floats(x.shape[1], slope.shape[1]) for slope in slopes]
+        return tuple(native_call_one_by_one("capibara_products_of_matrices", out, x, *slopes))
+
+    def by_xla(x: jax.Array, *slopes: jax.Array) -> Any:
+        return tuple(x.T @ slope for slope in slopes)
+
+    return on_one_device(by_kernel, by_xla, x, *slopes)
+
+
+products.defvjp(_forward, _backward)

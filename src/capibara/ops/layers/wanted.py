@@ -13,7 +13,7 @@ from jax.core import Tracer
 from capibara import native
 from capibara.ops.registry import is_portable
 
-__all__ = ["LEAST", "training_kernels", "wanted"]
+__all__ = ["LEAST", "training", "training_kernels", "wanted"]
 
 LEAST = 1 << 16
 """Numbers of the largest array of a call: with fewer, waking a second thread takes as long as is gained."""
@@ -34,10 +34,15 @@ def training_kernels() -> Iterator[None]:
         _wanted.reset(token)
 
 
+def training() -> bool:
+    """Whether what is traced now is traced inside of :func:`training_kernels`."""
+    return _wanted.get()
+
+
 def wanted(*arrays: Any) -> bool:
     """Whether a call with these arrays, the largest one first, may take a kernel."""
     return (
-        _wanted.get()
+        training()
         and arrays[0].size >= LEAST
         and all(isinstance(x, Tracer) and x.dtype == jnp.float32 for x in arrays)
         and not is_portable()

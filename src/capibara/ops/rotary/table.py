@@ -26,6 +26,8 @@ def rotary_table(
     dtype: Any,
     frequencies: Sequence[float] | None = None,
     factor: float = 1.0,
+    *,
+    once: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines ``[*positions, dim / 2]`` in ``dtype``.
 
@@ -35,6 +37,7 @@ def rotary_table(
       theta: base of the wavelengths.
       frequencies: radians a position, one for each pair. None: :func:`base_frequencies`.
       factor: on both tables.
+      once: on CPUs, compute them once for all that use them.
     """
     if frequencies is None:
         # Powers in ``dtype``, not in Python's float64: what published models were trained with.
@@ -43,7 +46,7 @@ def rotary_table(
         inverse = jnp.asarray(tuple(frequencies), dtype)
     angle = positions[..., None].astype(dtype) * inverse
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    if only_platform() == "cpu":
+    if once or only_platform() == "cpu":
         # XLA takes cosines for cheap there: fused into what uses them, they are computed again for each head of each
         # layer. A remainder, which changes nothing below 4, it computes once.
         cos, sin = (lax.rem(table, jnp.asarray(4, table.dtype)) for table in (cos, sin))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,12 +20,14 @@ from capibara.ops.linalg import few_rows
 
 __all__ = [
     "attention",
+    "beside",
     "cached_attention",
     "cached_conv",
     "causal_conv",
     "continued_scan",
     "dense",
     "dropout",
+    "each_product",
     "fan_out",
     "fold",
     "gated",
@@ -32,7 +35,9 @@ __all__ = [
     "layer_norm",
     "lookup",
     "merge",
+    "norm_beside",
     "positions",
+    "products",
     "project",
     "quantise",
     "quantised_product",
@@ -79,6 +84,18 @@ def project(x: Array, weight: Array, accumulate: str) -> Array:
     # One plain matrix product, not a contraction onto two dimensions: it is what every backend does fastest.
     flat = _joined(weight, 1)
     return _dot(x, flat, accumulate).reshape(*x.shape[:-1], *weight.shape[1:])
+
+
+def each_product(dense: Callable[..., Array], project: Callable[..., Array]) -> Callable[..., Any]:
+    """``products(x, *weights, accumulate)``: of each weight by itself."""
+
+    def products(x: Any, *weights: Array, accumulate: str) -> tuple[Array, ...]:
+        return tuple((dense if w.ndim == 2 else project)(x, w, accumulate=accumulate) for w in weights)
+
+    return products
+
+
+products = each_product(dense, project)
 
 
 def fan_out(x: Array, axis: str) -> Array:
@@ -143,6 +160,18 @@ def rms_norm(
     inverse = lax.rsqrt(jnp.mean(jnp.square(wide), axis=axes, keepdims=True) + epsilon)
     out = (wide * inverse).reshape(x.shape)
     return _scaled(out, scale, offset).astype(x.dtype)
+
+
+def beside(norm: Callable[..., Array]) -> Callable[..., Any]:
+    """``norm_beside(x, …)``: the value itself, and its norm."""
+
+    def norm_beside(x: Array, *arrays: Array, **options: Any) -> tuple[Array, Array]:
+        return x, norm(x, *arrays, **options)
+
+    return norm_beside
+
+
+norm_beside = beside(rms_norm)
 
 
 def layer_norm(
