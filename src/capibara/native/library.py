@@ -38,6 +38,7 @@ TARGETS = (
     "capibara_selective_scan",
     "capibara_selective_scan_backward",
     "capibara_thin_product",
+    "capibara_turned",
 )
 
 

@@ -51,6 +51,16 @@ def _merge(x: Array, weight: Array, accumulate: str) -> Array:
     return _dense(flat, weight.reshape(joined, *weight.shape[2:]), accumulate)
 
 
+def _unembed(x: Array, table: Array, accumulate: str) -> Array:
+    from capibara.ops import layers
+
+    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    if not layers.takes_products(flat, (table,), accumulate):
+        return jax_ops.unembed(x, table, accumulate)
+    out = checkpoint_name(layers.product_transposed(flat, table), PRODUCT)
+    return out.reshape(*x.shape[:-1], table.shape[0])
+
+
 def _rms_norm(
     x: Array,
     scale: Array | None = None,
@@ -67,14 +77,6 @@ def _rms_norm(
         return layers.rms_norm(x, scale, epsilon, offset)
     options: dict[str, Any] = {"epsilon": epsilon, "accumulate": accumulate, "offset": offset}
     return jax_ops.rms_norm(x, scale, **options, dims=dims, groups=groups)
-
-
-def _norm_beside(x: Array, scale: Array, *, epsilon: float, accumulate: str, **options: Any) -> Any:
-    from capibara.ops import layers
-
-    if set(options) <= {"offset"} and layers.takes_rms_norm(x, scale, accumulate):
-        return layers.norm_beside(x, scale, epsilon, options.get("offset", 0.0))
-    return jax_ops.norm_beside(x, scale, epsilon=epsilon, accumulate=accumulate, **options)
 
 
 def _gated(gate: Array, up: Array) -> Array:
@@ -97,6 +99,14 @@ def _rotary_table(
     return rotary_table(positions, dim, theta, accumulate, frequencies, factor, once=training())
 
 
+def _rotate(x: Array, cos: Array, sin: Array, interleaved: bool = False, last: bool = False) -> Array:
+    from capibara.ops import layers
+
+    if interleaved or last or not layers.takes_rotate(x, cos, sin):
+        return jax_ops.rotate(x, cos, sin, interleaved, last)
+    return layers.rotate(x, cos, sin)
+
+
 def on_cpu(ops: Any) -> Any:
     """The operations of a module (its ``__all__``), some of them in the form for training on CPUs.
 
@@ -108,9 +118,10 @@ def on_cpu(ops: Any) -> Any:
         "project": _project,
         "products": _products,
         "merge": _merge,
+        "unembed": _unembed,
         "rms_norm": _rms_norm,
-        "norm_beside": _norm_beside,
         "gated": _gated,
+        "rotate": _rotate,
         "rotary_table": _rotary_table,
     }
     same = {name: getattr(ops, name) for name in ops.__all__}

@@ -35,7 +35,7 @@ from jax.core import Tracer
 
 from capibara.compose.backends import jax_ops
 from capibara.compose.backends.jax_cpu import on_cpu
-from capibara.compose.backends.jax_ops.language import beside, each_product
+from capibara.compose.backends.jax_ops.language import each_product
 from capibara.compose.backends.meshes import free_axes
 from capibara.ops.registry import is_portable
 
@@ -120,7 +120,6 @@ def on_tpu(ops: Any, *, ordered: Callable[[Array], Array] | None = _in_order) ->
         "rotate": partial(ops.rotate, implementation="auto"),
         **{name: _features_innermost(norm, ordered) if ordered else norm for name, norm in norms.items()},
     }
-    own["norm_beside"] = beside(own["rms_norm"])
     same = {name: getattr(ops, name) for name in ops.__all__}
     return SimpleNamespace(**{**same, **own}, __all__=list(ops.__all__))
 

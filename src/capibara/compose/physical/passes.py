@@ -9,8 +9,8 @@ number of nodes; regions (repeated and rematerialised blocks) are graphs of thei
 * :func:`share_common`: the same operation on the same values is done once.
 * :func:`remove_dead`: what no output and no state needs is dropped.
 * :func:`fan_out`, for training on a mesh: what several products read is marked, so that its gradient is exchanged once.
-* :func:`join`, for training on one device: what has a gradient of its own as one operation becomes one: products of one
-  value with several weights, ``silu`` and the product that alone reads it, a norm and what goes past it.
+* :func:`join`, for training on one device: products of one value with several weights become one operation, as do
+  ``silu`` and the product that alone reads it.
 """
 
 from __future__ import annotations
@@ -351,8 +351,6 @@ def join(graph: Graph) -> int:
 
     * ``products``: dense products of one value with several parameters; its gradient is one sum.
     * ``gated``: ``silu`` and a product that alone reads it.
-    * ``norm_beside``: an RMS norm of a value that goes on beside it, as that of a residual stream does. It gives out
-      both, so that their gradients are added where that of the norm is computed.
 
     Args:
         graph: it is changed, and so are the regions in it.
@@ -360,7 +358,7 @@ def join(graph: Graph) -> int:
     Returns:
         How many operations are new.
     """
-    return sum(_join_products(part) + _join_gates(part) + _join_norms(part) for part in _parts(graph))
+    return sum(_join_products(part) + _join_gates(part) for part in _parts(graph))
 
 
 def _is(node: Node, *ops: str) -> bool:
@@ -390,14 +388,23 @@ def _join_products(graph: Graph) -> int:
     gone = {id(node) for group in groups.values() for node in group[1:]}
     for group in groups.values():
         first = group[0]
-        keys = [node.path[-1] if node.path else str(i) for i, node in enumerate(group)]
-        keys = keys if len(set(keys)) == len(keys) else list(map(str, range(len(keys))))
+        first.label, keys = _common([node.label for node in group])
         weights_of = [f"weight_{key}" for key in keys]
         first.block = Primitive("products", _floats("input", *weights_of), _floats(*keys), accumulates=True)
         first.inputs = [first.inputs[0], *(node.inputs[1] for node in group)]
         first.outputs = [node.outputs[0] for node in group]
     graph.nodes = [node for node in graph.nodes if id(node) not in gone]
     return len(groups)
+
+
+def _common(labels: list[str]) -> tuple[str, list[str]]:
+    """What several labels have in common, and what each has of its own."""
+    parts = [label.split(".") for label in labels]
+    own = [i for i, each in enumerate(zip(*parts, strict=False)) if len(set(each)) > 1]
+    if len(own) != 1 or len({*map(len, parts)}) > 1 or len({each[own[0]] for each in parts}) < len(parts):
+        return labels[0], [f"of_{i}" for i in range(len(labels))]
+    common = [part for i, part in enumerate(parts[0]) if i != own[0]]
+    return ".".join(common), [each[own[0]] for each in parts]
 
 
 def _join_gates(graph: Graph) -> int:
@@ -418,26 +425,3 @@ def _join_gates(graph: Graph) -> int:
             gone.add(id(first))
     graph.nodes = [node for node in graph.nodes if id(node) not in gone]
     return len(gone)
-
-
-def _join_norms(graph: Graph) -> int:
-    left = _reads(graph)
-    instead = _Instead()
-    count = 0
-    for node in graph.nodes:
-        left.subtract(map(id, node.inputs))
-        value = node.inputs[0] if node.inputs else None
-        node.inputs = [instead.get(w) for w in node.inputs]
-        if not _is(node, "rms_norm") or len(node.inputs) != 2 or left[id(value)] == 0:
-            continue
-        assert value is not None
-        beside = Wire(value.shape, value.kind)
-        assert isinstance(node.block, Primitive)
-        options = node.block.attributes
-        ports = _floats("input", "scale"), _floats("beside", "output")
-        node.block = Primitive("norm_beside", *ports, options, accumulates=True)
-        node.outputs = [beside, *node.outputs]
-        instead.put(value, beside)
-        count += 1
-    instead.apply(graph)
-    return count

@@ -53,19 +53,12 @@ ffi::Error rms_norm(ffi::ThreadPool pool, Floats x, Floats scale, ffi::Result<Fl
   return finished(capibara::Crew::run(pool, (rows + part - 1) / part, kScratch, work));
 }
 
-// `more` holds nothing, or slopes like x that are added to those of x.
 ffi::Error rms_norm_backward(ffi::ThreadPool pool, Floats x, Floats scale, Floats inverse, Floats y_slope,
-                             ffi::RemainingArgs more, ffi::Result<Floats> x_slope, ffi::Result<Floats> scale_slope, float offset) {
+                             ffi::Result<Floats> x_slope, ffi::Result<Floats> scale_slope, float offset) {
   const int64_t features = features_of(x), count = x.element_count(), rows = features == 0 ? 0 : count / features;
   if (!alike(x, y_slope) || !alike(x, *x_slope) || scale.element_count() != size_t(features) ||
       scale_slope->element_count() != size_t(features) || inverse.element_count() != size_t(rows))
     return refuse("the arrays' shapes do not fit together");
-  const float* beside = nullptr;
-  if (more.size() > 0) {
-    const auto slopes = more.get<Floats>(0);
-    if (more.size() > 1 || !slopes.has_value() || !alike(x, *slopes)) return refuse("the slopes beside it do not fit");
-    beside = slopes->typed_data();
-  }
   float* const total = scale_slope->typed_data();
   std::fill(total, total + features, 0.0f);
   if (count == 0) return ffi::Error::Success();
@@ -78,7 +71,7 @@ ffi::Error rms_norm_backward(ffi::ThreadPool pool, Floats x, Floats scale, Float
     const int64_t first = item * part, at = first * features;
     capibara::isa().elementwise->rms_norm_backward(
         {std::min(part, rows - first), features, x.typed_data() + at, scale.typed_data(),
-         inverse.typed_data() + first, y_slope.typed_data() + at, beside == nullptr ? nullptr : beside + at, offset,
+         inverse.typed_data() + first, y_slope.typed_data() + at, offset,
          x_slope->typed_data() + at, sums.get() + item * features});
   };
   if (!capibara::Crew::run(pool, parts, kScratch, work)) return finished(false);
@@ -115,6 +108,33 @@ ffi::Error gated_backward(ffi::ThreadPool pool, Floats gate, Floats up, Floats y
   return finished(capibara::Crew::run(pool, (count + kPart - 1) / kPart, kScratch, work));
 }
 
+// x [*batch, length, heads, features], tables [*batch, length, pairs] or [length, pairs]; y like x.
+ffi::Error turned(ffi::ThreadPool pool, Floats x, Floats cos, Floats sin, ffi::Result<Floats> y, float sign) {
+  const auto dims = x.dimensions();
+  const size_t rank = dims.size();
+  if (rank < 3 || !alike(x, *y) || !alike(cos, sin) || cos.dimensions().size() < 2)
+    return refuse("the arrays' shapes do not fit together");
+  const int64_t features = dims[rank - 1], heads = dims[rank - 2], count = x.element_count();
+  const int64_t pairs = cos.dimensions().back(), known = pairs == 0 ? 0 : cos.element_count() / pairs;
+  if (count == 0) return ffi::Error::Success();
+  const int64_t rows = count / (features * heads);
+  // Rows of tables that all rows of the batch have in common come again and again.
+  if (2 * pairs > features || known == 0 || rows % known != 0 || known % dims[rank - 3] != 0)
+    return refuse("the tables do not fit the array");
+  capibara::prefer_large_pages(y->untyped_data(), y->size_bytes());
+  // A part lies within one round of the tables.
+  const int64_t part = std::min(std::max<int64_t>(kPart / (features * heads), 1), known);
+  const int64_t parts = (known + part - 1) / part;
+  const auto work = [&](int64_t item, float*) {
+    const int64_t round = item / parts, at = item % parts * part, first = round * known + at;
+    capibara::isa().elementwise->turned({std::min(part, known - at), heads, features, pairs,
+                                         x.typed_data() + first * features * heads, cos.typed_data() + at * pairs,
+                                         sin.typed_data() + at * pairs, sign,
+                                         y->typed_data() + first * features * heads});
+  };
+  return finished(capibara::Crew::run(pool, rows / known * parts, kScratch, work));
+}
+
 }  // namespace
 
 #define CAPIBARA_EXPORT __attribute__((visibility("default")))
@@ -123,6 +143,7 @@ extern "C" CAPIBARA_EXPORT XLA_FFI_Error* capibara_rms_norm(XLA_FFI_CallFrame* f
 extern "C" CAPIBARA_EXPORT XLA_FFI_Error* capibara_rms_norm_backward(XLA_FFI_CallFrame* frame);
 extern "C" CAPIBARA_EXPORT XLA_FFI_Error* capibara_gated(XLA_FFI_CallFrame* frame);
 extern "C" CAPIBARA_EXPORT XLA_FFI_Error* capibara_gated_backward(XLA_FFI_CallFrame* frame);
+extern "C" CAPIBARA_EXPORT XLA_FFI_Error* capibara_turned(XLA_FFI_CallFrame* frame);
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(capibara_rms_norm, rms_norm,
                               ffi::Ffi::Bind()
@@ -141,7 +162,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(capibara_rms_norm_backward, rms_norm_backward,
                                   .Arg<Floats>()
                                   .Arg<Floats>()
                                   .Arg<Floats>()
-                                  .RemainingArgs()
                                   .Ret<Floats>()
                                   .Ret<Floats>()
                                   .Attr<float>("offset"));
@@ -158,3 +178,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(capibara_gated_backward, gated_backward,
                                   .Arg<Floats>()
                                   .Ret<Floats>()
                                   .Ret<Floats>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(capibara_turned, turned,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Ret<Floats>()
+                                  .Attr<float>("sign"));

@@ -14,11 +14,10 @@ struct RmsNorm {
   float *y, *inverse;  // [rows, features], [rows]
 };
 
-// Of the same: slopes of x, and the sum over the rows of those of scale. `inverse` is what the forward pass gave; `beside`
-// is null, or slopes of x that are added.
+// Of the same: slopes of x, and the sum over the rows of those of scale. `inverse` is what the forward pass gave.
 struct RmsNormBackward {
   int64_t rows, features;
-  const float *x, *scale, *inverse, *y_slope, *beside;
+  const float *x, *scale, *inverse, *y_slope;
   float offset;
   float *x_slope, *scale_slope;
 };
@@ -30,11 +29,21 @@ struct Gated {
   float *y, *gate_slope, *up_slope;
 };
 
+// Of each head of x [rows, heads, features], a the first and b the second of its first 2 * pairs features:
+// a * cos - sign * b * sin, b * cos + sign * a * sin; what comes after them stays. Tables are [rows, pairs].
+struct Turned {
+  int64_t rows, heads, features, pairs;
+  const float *x, *cos, *sin;
+  float sign;
+  float* y;
+};
+
 struct ElementwiseKernels {
   void (*rms_norm)(const RmsNorm&);
   void (*rms_norm_backward)(const RmsNormBackward&);
   void (*gated)(const Gated&);
   void (*gated_backward)(const Gated&);
+  void (*turned)(const Turned&);
 };
 
 }  // namespace capibara

@@ -8,6 +8,7 @@ namespace CAPIBARA_ISA {
 using capibara::Gated;
 using capibara::RmsNorm;
 using capibara::RmsNormBackward;
+using capibara::Turned;
 
 // The sum of term(first feature) over vectors of a row, and of `rest` over the features that fill none.
 template <class Term, class Rest>
@@ -38,13 +39,11 @@ static void rms_norm(const RmsNorm& p) {
   }
 }
 
-template <bool kBeside>
-static inline void rms_norm_slopes(const RmsNormBackward& p) {
+static void rms_norm_backward(const RmsNormBackward& p) {
   for (int64_t j = 0; j < p.features; ++j) p.scale_slope[j] = 0;
   for (int64_t i = 0; i < p.rows; ++i) {
     const float* const x = p.x + i * p.features;
     const float* const slope = p.y_slope + i * p.features;
-    const float* const beside = kBeside ? p.beside + i * p.features : nullptr;
     float* const to = p.x_slope + i * p.features;
     const float inverse = p.inverse[i];
     const float along = over(
@@ -56,21 +55,13 @@ static inline void rms_norm_slopes(const RmsNormBackward& p) {
     for (; j + kWidth <= p.features; j += kWidth) {
       const Vec row = load(x + j), other = load(slope + j);
       store(p.scale_slope + j, load(p.scale_slope + j) + row * inverse * other);
-      const Vec own = other * (load(p.scale + j) + p.offset) * inverse - row * back;
-      store(to + j, kBeside ? own + load(beside + j) : own);
+      store(to + j, other * (load(p.scale + j) + p.offset) * inverse - row * back);
     }
     for (; j < p.features; ++j) {
       p.scale_slope[j] += x[j] * inverse * slope[j];
-      to[j] = slope[j] * (p.scale[j] + p.offset) * inverse - x[j] * back + (kBeside ? beside[j] : 0);
+      to[j] = slope[j] * (p.scale[j] + p.offset) * inverse - x[j] * back;
     }
   }
-}
-
-static void rms_norm_backward(const RmsNormBackward& p) {
-  if (p.beside != nullptr)
-    rms_norm_slopes<true>(p);
-  else
-    rms_norm_slopes<false>(p);
 }
 
 static inline __attribute__((always_inline)) Vec sigmoid(Vec x) {
@@ -113,7 +104,30 @@ static void gated_backward(const Gated& p) {
   });
 }
 
+static void turned(const Turned& p) {
+  for (int64_t i = 0; i < p.rows; ++i) {
+    const float *const cos = p.cos + i * p.pairs, *const sin = p.sin + i * p.pairs;
+    for (int64_t h = 0; h < p.heads; ++h) {
+      const int64_t at = (i * p.heads + h) * p.features;
+      const float *const a = p.x + at, *const b = a + p.pairs;
+      float *const to_a = p.y + at, *const to_b = to_a + p.pairs;
+      int64_t j = 0;
+      for (; j + kWidth <= p.pairs; j += kWidth) {
+        const Vec c = load(cos + j), s = load(sin + j) * p.sign, first = load(a + j), second = load(b + j);
+        store(to_a + j, first * c - second * s);
+        store(to_b + j, second * c + first * s);
+      }
+      for (; j < p.pairs; ++j) {
+        const float s = sin[j] * p.sign, first = a[j], second = b[j];
+        to_a[j] = first * cos[j] - second * s;
+        to_b[j] = second * cos[j] + first * s;
+      }
+      for (j = 2 * p.pairs; j < p.features; ++j) to_a[j] = a[j];
+    }
+  }
+}
+
 extern const capibara::ElementwiseKernels kElementwise;
-const capibara::ElementwiseKernels kElementwise = {rms_norm, rms_norm_backward, gated, gated_backward};
+const capibara::ElementwiseKernels kElementwise = {rms_norm, rms_norm_backward, gated, gated_backward, turned};
 
 }  // namespace CAPIBARA_ISA

@@ -7,18 +7,21 @@ where a function is traced for exactly that (:func:`training_kernels`); everywhe
 """
 
 from capibara.ops.layers.gated import gated, takes_gated
-from capibara.ops.layers.norm import norm_beside, rms_norm, takes_rms_norm
-from capibara.ops.layers.product import products, takes_products
+from capibara.ops.layers.norm import rms_norm, takes_rms_norm
+from capibara.ops.layers.product import product_transposed, products, takes_products
+from capibara.ops.layers.rotate import rotate, takes_rotate
 from capibara.ops.layers.wanted import training, training_kernels
 
 __all__ = [
     "gated",
-    "norm_beside",
+    "product_transposed",
     "products",
     "rms_norm",
+    "rotate",
     "takes_gated",
     "takes_products",
     "takes_rms_norm",
+    "takes_rotate",
     "training",
     "training_kernels",
 ]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from capibara.ops.layers.wanted import wanted
 from capibara.ops.one_device import native_call_one_by_one, on_one_device
 
-__all__ = ["norm_beside", "rms_norm", "takes_rms_norm"]
+__all__ = ["rms_norm", "takes_rms_norm"]
 
 
 def takes_rms_norm(x: jax.Array, scale: jax.Array | None, accumulate: str) -> bool:
@@ -21,6 +21,7 @@ def takes_rms_norm(x: jax.Array, scale: jax.Array | None, accumulate: str) -> bo
     )
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float, offset: float) -> jax.Array:
     """``x * rsqrt(mean(x ** 2, -1) + epsilon) * (scale + offset)`` (Zhang & Sennrich, 2019).
 
@@ -30,22 +31,10 @@ def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float, offset: float) -> j
     Returns:
       float32 ``[..., features]``. For the backward pass it keeps ``x`` and a number a row.
     """
-    return _norm(x, scale, epsilon, offset, False)[1]
+    return _forward(x, scale, epsilon, offset)[0]
 
 
-def norm_beside(x: jax.Array, scale: jax.Array, epsilon: float, offset: float) -> tuple[jax.Array, jax.Array]:
-    """``x``, and :func:`rms_norm` of it: the gradients of both are added where that of the norm is computed."""
-    out, normed = _norm(x, scale, epsilon, offset, True)
-    return out, normed
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _norm(x: jax.Array, scale: jax.Array, epsilon: float, offset: float, beside: bool) -> Any:
-    """``x`` if that is wanted, else None; and its norm."""
-    return _forward(x, scale, epsilon, offset, beside)[0]
-
-
-def _forward(x: jax.Array, scale: jax.Array, epsilon: float, offset: float, beside: bool) -> Any:
+def _forward(x: jax.Array, scale: jax.Array, epsilon: float, offset: float) -> tuple[jax.Array, Any]:
     def by_kernel(x: jax.Array, scale: jax.Array) -> Any:
         out = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (x.shape, x.shape[:-1])]
         options = {"epsilon": float(epsilon), "offset": float(offset)}
@@ -55,25 +44,22 @@ def _forward(x: jax.Array, scale: jax.Array, epsilon: float, offset: float, besi
         inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1) + epsilon)
         return x * inverse[..., None] * (scale + offset), inverse
 
-    normed, inverse = on_one_device(by_kernel, by_xla, x, scale)
-    return (x if beside else None, normed), (x, scale, inverse)
+    y, inverse = on_one_device(by_kernel, by_xla, x, scale)
+    return y, (x, scale, inverse)
 
 
-def _backward(_epsilon: float, offset: float, beside: bool, kept: Any, slopes: Any) -> tuple[jax.Array, ...]:
-    def by_kernel(x: jax.Array, scale: jax.Array, inverse: jax.Array, *slopes: jax.Array) -> Any:
-        out = [jax.ShapeDtypeStruct(array.shape, jnp.float32) for array in (x, scale)]
-        arrays = x, scale, inverse, *slopes
+def _backward(_epsilon: float, offset: float, kept: Any, slope: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def by_kernel(*arrays: jax.Array) -> Any:
+        out = [jax.ShapeDtypeStruct(array.shape, jnp.float32) for array in arrays[:2]]
         return tuple(native_call_one_by_one("capibara_rms_norm_backward", out, *arrays, offset=float(offset)))
 
-    def by_xla(x: jax.Array, scale: jax.Array, inverse: jax.Array, *slopes: jax.Array) -> Any:
-        unit, wide = x * inverse[..., None], slopes[0] * (scale + offset)
+    def by_xla(x: jax.Array, scale: jax.Array, inverse: jax.Array, slope: jax.Array) -> Any:
+        unit, wide = x * inverse[..., None], slope * (scale + offset)
         along = jnp.mean(wide * unit, axis=-1, keepdims=True)
         rows = tuple(range(x.ndim - 1))
-        of_x = (wide - unit * along) * inverse[..., None]
-        return sum(slopes[1:], start=of_x), jnp.sum(slopes[0] * unit, axis=rows)
+        return (wide - unit * along) * inverse[..., None], jnp.sum(slope * unit, axis=rows)
 
-    past, slope = slopes
-    return on_one_device(by_kernel, by_xla, *kept, slope, *([past] if beside else []))
+    return on_one_device(by_kernel, by_xla, *kept, slope)
 
 
-_norm.defvjp(_forward, _backward)
+rms_norm.defvjp(_forward, _backward)

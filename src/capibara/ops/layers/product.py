@@ -17,7 +17,7 @@ from capibara.measure.flops import register_foreign_call
 from capibara.ops.layers.wanted import wanted
 from capibara.ops.one_device import native_call_one_by_one, on_one_device
 
-__all__ = ["products", "takes_products"]
+__all__ = ["product_transposed", "products", "takes_products"]
 
 _LEAST_ROWS = 128  # with fewer, XLA's products are as fast
 
@@ -35,7 +35,10 @@ register_foreign_call(
 
 
 def takes_products(x: jax.Array, matrices: tuple[jax.Array, ...], accumulate: str) -> bool:
-    """Whether :func:`products` computes ``x [rows, inner] @ matrix [inner, columns]`` of each here."""
+    """Whether :func:`products` computes ``x [rows, inner] @ matrix [inner, columns]`` of each here.
+
+    Or :func:`product_transposed`, of one matrix.
+    """
     return accumulate == "float32" and wanted(x, *matrices) and x.shape[0] >= _LEAST_ROWS
 
 
@@ -50,6 +53,16 @@ def products(x: jax.Array, *matrices: jax.Array) -> tuple[jax.Array, ...]:
       float32 ``[rows, columns]`` of each.
     """
 
+    return _each(x, *matrices)
+
+
+@jax.custom_vjp
+def product_transposed(x: jax.Array, matrix: jax.Array) -> jax.Array:
+    """``x @ matrix.T``, with float32 ``x [rows, inner]`` and ``matrix [columns, inner]``."""
+    return _of_rows((x,), (matrix,))
+
+
+def _each(x: jax.Array, *matrices: jax.Array) -> tuple[jax.Array, ...]:
     def by_kernel(x: jax.Array, *matrices: jax.Array) -> Any:
         out = [_floats(x.shape[0], matrix.shape[1]) for matrix in matrices]
         return tuple(native_call_one_by_one("capibara_products", out, x, *matrices))
@@ -97,4 +110,14 @@ def _of_matrices(x: jax.Array, slopes: tuple[jax.Array, ...]) -> tuple[jax.Array
     return on_one_device(by_kernel, by_xla, x, *slopes)
 
 
+def _forward_transposed(x: jax.Array, matrix: jax.Array) -> tuple[jax.Array, Any]:
+    return product_transposed(x, matrix), (x, matrix)
+
+
+def _backward_transposed(kept: Any, slope: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, matrix = kept
+    return _each(slope, matrix)[0], _of_matrices(slope, (x,))[0]
+
+
 products.defvjp(_forward, _backward)
+product_transposed.defvjp(_forward_transposed, _backward_transposed)

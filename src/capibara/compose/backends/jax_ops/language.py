@@ -20,7 +20,6 @@ from capibara.ops.linalg import few_rows
 
 __all__ = [
     "attention",
-    "beside",
     "cached_attention",
     "cached_conv",
     "causal_conv",
@@ -35,7 +34,6 @@ __all__ = [
     "layer_norm",
     "lookup",
     "merge",
-    "norm_beside",
     "positions",
     "products",
     "project",
@@ -160,18 +158,6 @@ def rms_norm(
     inverse = lax.rsqrt(jnp.mean(jnp.square(wide), axis=axes, keepdims=True) + epsilon)
     out = (wide * inverse).reshape(x.shape)
     return _scaled(out, scale, offset).astype(x.dtype)
-
-
-def beside(norm: Callable[..., Array]) -> Callable[..., Any]:
-    """``norm_beside(x, …)``: the value itself, and its norm."""
-
-    def norm_beside(x: Array, *arrays: Array, **options: Any) -> tuple[Array, Array]:
-        return x, norm(x, *arrays, **options)
-
-    return norm_beside
-
-
-norm_beside = beside(rms_norm)
 
 
 def layer_norm(
