@@ -16,12 +16,13 @@ struct GroupedBlock {
   bool b_by_column;
   float* c;  // [rows, columns]
   int64_t c_step;
-  bool add = false;  // to what c holds
-  const GroupedBlock* next = nullptr;  // what the same thread computes after it, or null
+  bool add = false;                      // to what c holds
+  const GroupedBlock* beside = nullptr;  // another product of the same rows of a, with the same depth, or null
+  const GroupedBlock* next = nullptr;    // what the same thread computes after it, or null
 };
 
 struct GroupedKernels {
-  int64_t most_rows, most_columns;  // of a block
+  int64_t most_rows, most_columns;  // of a block: rows of more are dealt with in parts
   int64_t unit_rows, unit_columns;  // of a register tile
   int64_t scratch;  // floats
   void (*multiply)(const GroupedBlock&, float* scratch);

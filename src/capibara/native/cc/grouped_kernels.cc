@@ -11,22 +11,26 @@ using capibara::GroupedBlock;
 
 constexpr int64_t kPanel = kVectors * kWidth;  // columns of a register tile
 constexpr int64_t kDeep = 384;                 // summed over at a time
+constexpr int64_t kDeepColumns = 256;          // the same, where columns are multiplied: what comes next is fetched too
 constexpr int64_t kDeepStep = kDeep + 16;
 // Floats from a copied panel to the next. Not a power of two: lines of several panels are written in turn.
 constexpr int64_t kLeftPanel = kDeep * kRows + 16, kRightPanel = kDeep * kPanel + 16;
 constexpr int64_t kMostRows = 360 / kRows * kRows;
-constexpr int64_t kMostColumns = 512;
+constexpr int64_t kMostColumns = 1024 / kPanel * kPanel;
 constexpr int64_t kShort = 256;                // numbers from a row of the left matrix to the next
 constexpr int64_t kMeeting = 512;              // a multiple of these, longer rows meet in the caches
 constexpr int64_t kFew = 4096;                 // numbers of a right matrix that do not meet in the first cache
 
+constexpr int64_t kFetched = 64 << 10;         // floats that stay in the second cache until they are needed
+constexpr int64_t kFetchedDeeper = 144 << 10;  // beside copies of this many
+
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Rows of `a` from k0 on: by row with a step of kDeepStep, or by depth in panels [depth][kRows].
-static void pack_a(const GroupedBlock& p, int64_t k0, int64_t depth, float* to) {
+// `count` rows of `a`, from k0 on: by row with a step of kDeepStep, or by depth in panels [depth][kRows].
+static void pack_a(const GroupedBlock& p, int64_t first, int64_t count, int64_t k0, int64_t depth, float* to) {
   if (!p.a_by_depth) {
-    for (int64_t i = 0; i < p.rows; ++i) {
-      const float* const from = p.a + i * p.a_step + k0;
+    for (int64_t i = 0; i < count; ++i) {
+      const float* const from = p.a + (first + i) * p.a_step + k0;
       float* const row = to + i * kDeepStep;
       int64_t k = 0;
       for (; k + kWidth <= depth; k += kWidth) store(row + k, load(from + k));
@@ -35,12 +39,12 @@ static void pack_a(const GroupedBlock& p, int64_t k0, int64_t depth, float* to) 
     return;
   }
   for (int64_t k = 0; k < depth; ++k) {
-    const float* const from = p.a + (k0 + k) * p.a_step;
+    const float* const from = p.a + (k0 + k) * p.a_step + first;
     float* panel = to + k * kRows;
     int64_t i = 0;
-    for (; i + kRows <= p.rows; i += kRows, panel += kLeftPanel)
+    for (; i + kRows <= count; i += kRows, panel += kLeftPanel)
       __builtin_memcpy(panel, from + i, kRows * sizeof(float));
-    for (int64_t r = 0; i + r < p.rows; ++r) panel[r] = from[i + r];
+    for (int64_t r = 0; i + r < count; ++r) panel[r] = from[i + r];
   }
 }
 
@@ -74,26 +78,32 @@ static void pack_b(const GroupedBlock& p, int64_t k0, int64_t depth, float* to) 
   }
 }
 
-// Fetches what a small block needs while the block before it is computed, a share of it with each register tile. Its
-// memory is mostly in pages that this processor has not seen lately, and such reads would wait one after the other.
+// Fetches what will be read soon while something else is computed, a share of it with each register tile: a small block
+// after this one, whose memory is mostly in pages that this processor has not seen lately, or what is summed over next.
+// Such reads would wait one after the other.
 class Ahead {
  public:
-  Ahead(const GroupedBlock* next, int64_t tiles) {
-    if (next == nullptr || next->depth == 0) return;
-    const GroupedBlock& p = *next;
-    const int64_t a_rows = p.a_by_depth ? p.depth : p.rows, a_columns = p.a_by_depth ? p.rows : p.depth;
-    const int64_t b_rows = p.b_by_column ? p.columns : p.depth, b_columns = p.b_by_column ? p.depth : p.columns;
-    if (a_rows * a_columns + b_rows * b_columns + p.rows * p.columns > kFetched) return;
-    parts_[0] = {p.a, a_rows, a_columns, p.a_step};
-    parts_[1] = {p.b, b_rows, b_columns, p.b_step};
-    parts_[2] = {p.c, p.rows, p.columns, p.c_step};
-    share_ = (a_rows + b_rows + p.rows + tiles - 1) / tiles;
+  Ahead(int64_t most, int64_t tiles) : most_(most), tiles_(tiles) {}
+
+  // The operands' parts for `depth` sums from k0 on.
+  void add(const GroupedBlock& p, int64_t k0, int64_t depth) {
+    add(p.a_by_depth ? p.a + k0 * p.a_step : p.a + k0, p.a_by_depth ? depth : p.rows, p.a_by_depth ? p.rows : depth,
+        p.a_step);
+    for (const GroupedBlock* q = &p; q != nullptr; q = q->beside)
+      add(q->b_by_column ? q->b + k0 : q->b + k0 * q->b_step, q->b_by_column ? q->columns : depth,
+          q->b_by_column ? depth : q->columns, q->b_step);
+  }
+  void add(const float* first, int64_t rows, int64_t columns, int64_t step) {
+    if (count_ == kParts || columns == 0) return;
+    parts_[count_++] = {first, rows, columns, step};
+    rows_ += rows, numbers_ += rows * columns;
+    share_ = numbers_ > most_ ? 0 : (rows_ + tiles_ - 1) / tiles_;
   }
 
   void fetch() {
     for (int64_t i = 0; i < share_; ++i) {
-      while (part_ < 3 && row_ == parts_[part_].rows) ++part_, row_ = 0;
-      if (part_ == 3) {
+      while (part_ < count_ && row_ == parts_[part_].rows) ++part_, row_ = 0;
+      if (part_ == count_) {
         share_ = 0;
         return;
       }
@@ -104,57 +114,76 @@ class Ahead {
   }
 
  private:
-  static constexpr int64_t kLine = 16;           // floats
-  static constexpr int64_t kFetched = 64 << 10;  // floats of all three: they stay in the second cache until then
+  static constexpr int64_t kLine = 16;  // floats
+  static constexpr int64_t kParts = 6;
   struct Part {
     const float* first;
     int64_t rows, columns, step;
   };
-  Part parts_[3] = {};
-  int64_t share_ = 0, part_ = 0, row_ = 0;
+  Part parts_[kParts] = {};
+  const int64_t most_, tiles_;
+  int64_t count_ = 0, rows_ = 0, numbers_ = 0, share_ = 0, part_ = 0, row_ = 0;
 };
 
 static void grouped_multiply(const GroupedBlock& p, float* scratch) {
   if (p.depth == 0) {
-    for (int64_t i = 0; !p.add && i < p.rows; ++i) __builtin_memset(p.c + i * p.c_step, 0, p.columns * sizeof(float));
+    for (const GroupedBlock* q = &p; q != nullptr; q = q->beside)
+      for (int64_t i = 0; !q->add && i < q->rows; ++i) __builtin_memset(q->c + i * q->c_step, 0, q->columns * sizeof(float));
     return;
   }
   float* const edge = scratch;  // a tile that is not all within the result
   float* const a = edge + kRows * kPanel;
   float* const b = a + kMostRows * kDeepStep;
   const bool a_lies = !p.a_by_depth && (p.a_step <= kShort || p.a_step % kMeeting != 0);
-  // Whole panels only: columns past the last one are not there to be read.
-  const bool b_lies = !p.b_by_column && p.depth * p.b_step <= kFew && p.columns % kPanel == 0;
   const int64_t row_step = p.a_by_depth ? 1 : a_lies ? p.a_step : kDeepStep, depth_step = p.a_by_depth ? kRows : 1;
-  const int64_t panel_step = b_lies ? p.b_step : kPanel;
   const int64_t tile_step = p.a_by_depth ? kLeftPanel : kRows * kDeepStep;
   // Even shares of the depth: a short last one would be mostly copies.
-  const int64_t shares = (p.depth + kDeep - 1) / kDeep, share = (p.depth + shares - 1) / shares;
-  Ahead ahead(p.next, shares * ((p.columns + kPanel - 1) / kPanel) * ((p.rows + kRows - 1) / kRows));
+  const int64_t deepest = p.a_by_depth ? kDeepColumns : kDeep;
+  const int64_t shares = (p.depth + deepest - 1) / deepest, share = (p.depth + shares - 1) / shares;
+  int64_t tiles = 0;
+  for (const GroupedBlock* q = &p; q != nullptr; q = q->beside)
+    tiles += (q->columns + kPanel - 1) / kPanel * ((q->rows + kRows - 1) / kRows);
+  Ahead ahead(kFetched, shares * tiles);
+  if (p.next != nullptr && p.next->depth > 0) {
+    ahead.add(*p.next, 0, p.next->depth);
+    ahead.add(p.next->c, p.next->rows, p.next->columns, p.next->c_step);
+  }
   for (int64_t k0 = 0; k0 < p.depth; k0 += share) {
     const int64_t depth = least(share, p.depth - k0);
-    const bool add = p.add || k0 > 0;
-    if (!a_lies) pack_a(p, k0, depth, a);
-    if (!b_lies) pack_b(p, k0, depth, b);
-    for (int64_t j = 0; j < p.columns; j += kPanel) {
-      const float* const panel = b_lies ? p.b + k0 * p.b_step + j : b + j / kPanel * kRightPanel;
-      const int64_t columns = least(kPanel, p.columns - j);
-      for (int64_t i = 0; i < p.rows; i += kRows) {
-        ahead.fetch();
-        const int rows = int(least(kRows, p.rows - i));
-        const float* const tile = a_lies ? p.a + i * p.a_step + k0 : a + i / kRows * tile_step;
-        float* const c = p.c + i * p.c_step + j;
-        if (columns == kPanel) {
-          Rows<kRows, kVectors>::run(rows, depth, tile, row_step, depth_step, panel, panel_step, c, p.c_step, add);
-          continue;
+    Ahead deeper(kFetchedDeeper, tiles);
+    if (p.a_by_depth && k0 + share < p.depth) deeper.add(p, k0 + share, least(share, p.depth - k0 - share));
+    for (const GroupedBlock* q = &p; q != nullptr; q = q->beside) {
+      // Whole panels only: columns past the last one are not there to be read.
+      const bool b_lies = !q->b_by_column && q->depth * q->b_step <= kFew && q->columns % kPanel == 0;
+      const int64_t panel_step = b_lies ? q->b_step : kPanel;
+      const bool add = q->add || k0 > 0;
+      if (!b_lies) pack_b(*q, k0, depth, b);
+      for (int64_t first = 0; first < q->rows; first += kMostRows) {
+        const int64_t count = least(kMostRows, q->rows - first);
+        // All rows at once are copied once for all that is beside.
+        if (!a_lies && (q == &p || count < q->rows)) pack_a(p, first, count, k0, depth, a);
+        for (int64_t j = 0; j < q->columns; j += kPanel) {
+          const float* const panel = b_lies ? q->b + k0 * q->b_step + j : b + j / kPanel * kRightPanel;
+          const int64_t columns = least(kPanel, q->columns - j);
+          for (int64_t i = 0; i < count; i += kRows) {
+            ahead.fetch();
+            deeper.fetch();
+            const int rows = int(least(kRows, count - i));
+            const float* const tile = a_lies ? p.a + (first + i) * p.a_step + k0 : a + i / kRows * tile_step;
+            float* const c = q->c + (first + i) * q->c_step + j;
+            if (columns == kPanel) {
+              Rows<kRows, kVectors>::run(rows, depth, tile, row_step, depth_step, panel, panel_step, c, q->c_step, add);
+              continue;
+            }
+            if (columns > kWidth)
+              Rows<kRows, kVectors>::run(rows, depth, tile, row_step, depth_step, panel, kPanel, edge, kPanel, false);
+            else
+              Rows<kRows, 1>::run(rows, depth, tile, row_step, depth_step, panel, kPanel, edge, kPanel, false);
+            for (int r = 0; r < rows; ++r)
+              for (int64_t l = 0; l < columns; ++l)
+                c[r * q->c_step + l] = edge[r * kPanel + l] + (add ? c[r * q->c_step + l] : 0);
+          }
         }
-        if (columns > kWidth)
-          Rows<kRows, kVectors>::run(rows, depth, tile, row_step, depth_step, panel, kPanel, edge, kPanel, false);
-        else
-          Rows<kRows, 1>::run(rows, depth, tile, row_step, depth_step, panel, kPanel, edge, kPanel, false);
-        for (int r = 0; r < rows; ++r)
-          for (int64_t l = 0; l < columns; ++l)
-            c[r * p.c_step + l] = edge[r * kPanel + l] + (add ? c[r * p.c_step + l] : 0);
       }
     }
   }

@@ -52,8 +52,12 @@ bool read_all(ffi::RemainingRets& from, std::vector<Matrix>* to) {
   return true;
 }
 
-// Terms of one result, which are added in their order: all have its rows, columns and place.
-using Sum = std::vector<GroupedBlock>;
+// What a thread computes at once: terms that are added to one block of a result, or blocks of several results that
+// multiply the same columns of the left matrix, which are copied once.
+using Item = std::vector<GroupedBlock>;
+
+// Parts of rows of an item: the right matrix is copied once for all of them.
+constexpr int64_t kParts = 4;
 
 int64_t parts(int64_t size, int64_t most) { return std::max<int64_t>((size + most - 1) / most, 1); }
 
@@ -61,46 +65,54 @@ int64_t share(int64_t size, int64_t count, int64_t unit) {
   return std::max<int64_t>(((size + count - 1) / count + unit - 1) / unit * unit, unit);
 }
 
-// Cuts a sum into blocks of its result: `fewest` or more, if it is that large.
-void cut(const Sum& whole, int64_t fewest, std::vector<Sum>* to) {
+// Cuts products with the same rows into parts of rows and of columns: as many as there are threads, or a multiple, if
+// they are that large.
+void cut(const Item& whole, int64_t threads, std::vector<Item>* to) {
   const auto& kernels = *capibara::isa().grouped;
-  const GroupedBlock& first = whole.front();
-  int64_t down = parts(first.rows, kernels.most_rows), across = parts(first.columns, kernels.most_columns);
-  const auto wide = [&](int64_t count) { return first.columns >= 4 * count * kernels.unit_columns; };
-  const auto high = [&](int64_t count) { return first.rows >= 4 * count * kernels.unit_rows; };
-  // The longer side is cut, as what a block copies of its operands grows with its sides.
-  while (down * across % fewest != 0 && down * across < 4 * fewest) {
-    const bool rows_longer = first.rows * across > first.columns * down;
-    if (rows_longer && high(down))
+  const int64_t rows = whole.front().rows;
+  int64_t most = 0, fewest = INT64_MAX;
+  for (const GroupedBlock& p : whole) most = std::max(most, p.columns), fewest = std::min(fewest, p.columns);
+  int64_t down = parts(rows, kParts * kernels.most_rows), across = parts(most, kernels.most_columns);
+  const auto high = [&] { return rows >= 4 * down * kernels.unit_rows; };
+  const auto wide = [&] { return fewest >= 4 * across * kernels.unit_columns; };
+  // The longer side is cut, as what a part copies of its operands grows with its sides.
+  while (down * across % threads != 0 && down * across < 4 * threads) {
+    if (high() && (rows * across > most * down || !wide()))
       ++down;
-    else if (wide(across))
+    else if (wide())
       ++across;
-    else if (high(down))
-      ++down;
     else
       break;
   }
-  const int64_t height = share(first.rows, down, kernels.unit_rows);
-  const int64_t width = share(first.columns, across, kernels.unit_columns);
-  for (int64_t j = 0; j < first.columns; j += width)
-    for (int64_t i = 0; i < first.rows; i += height) {
-      Sum block = whole;
-      for (GroupedBlock& term : block) {
-        term.rows = std::min(height, first.rows - i), term.columns = std::min(width, first.columns - j);
-        term.a += term.a_by_depth ? i : i * term.a_step;
-        term.b += term.b_by_column ? j * term.b_step : j;
-        term.c += i * term.c_step + j;
+  const int64_t height = share(rows, down, kernels.unit_rows);
+  for (int64_t part = 0; part < across; ++part)
+    for (int64_t i = 0; i < rows; i += height) {
+      Item item;
+      for (const GroupedBlock& p : whole) {
+        const int64_t width = share(p.columns, across, kernels.unit_columns), j = part * width;
+        if (j >= p.columns) continue;
+        GroupedBlock block = p;
+        block.rows = std::min(height, rows - i), block.columns = std::min(width, p.columns - j);
+        block.a += p.a_by_depth ? i : i * p.a_step;
+        block.b += p.b_by_column ? j * p.b_step : j;
+        block.c += i * p.c_step + j;
+        item.push_back(block);
       }
-      to->push_back(std::move(block));
+      if (!item.empty()) to->push_back(std::move(item));
     }
 }
 
-ffi::Error run(ffi::ThreadPool& pool, const std::vector<Sum>& blocks) {
+ffi::Error run(ffi::ThreadPool& pool, std::vector<Item>& items, bool beside) {
   const auto& kernels = *capibara::isa().grouped;
-  const auto work = [&](int64_t item, float* scratch) {
-    for (const GroupedBlock& term : blocks[item]) kernels.multiply(term, scratch);
+  for (Item& item : items)
+    for (size_t i = 1; beside && i < item.size(); ++i) item[i - 1].beside = &item[i];
+  const auto work = [&](int64_t number, float* scratch) {
+    for (const GroupedBlock& block : items[number]) {
+      kernels.multiply(block, scratch);
+      if (beside) break;
+    }
   };
-  if (!capibara::Crew::run(pool, static_cast<int64_t>(blocks.size()), kernels.scratch, work))
+  if (!capibara::Crew::run(pool, static_cast<int64_t>(items.size()), kernels.scratch, work))
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, "capibara products: out of memory");
   return ffi::Error::Success();
 }
@@ -114,16 +126,16 @@ ffi::Error forward(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs ma
   if (!read(x, &rows) || !read_all(matrices, 0, matrices.size(), &right) || !read_all(results, &out) ||
       right.size() != out.size())
     return refuse("the arrays must be float32 with two axes, and as many results as matrices");
-  std::vector<Sum> blocks;
+  std::vector<Item> items;
   for (size_t i = 0; i < right.size(); ++i) {
     if (right[i].rows != rows.columns || out[i].rows != rows.rows || out[i].columns != right[i].columns)
       return refuse("the arrays' shapes do not fit together");
     if (out[i].rows == 0 || out[i].columns == 0) continue;
     cut({{rows.rows, right[i].columns, rows.columns, rows.at, rows.columns, false, right[i].at, right[i].columns, false,
           out[i].at, out[i].columns}},
-        threads_of(pool), &blocks);
+        threads_of(pool), &items);
   }
-  return run(pool, blocks);
+  return run(pool, items, false);
 }
 
 // Slopes [rows, columns] and matrices [inner, columns], one after the other; the sum of slope @ matrix.T.
@@ -135,7 +147,7 @@ ffi::Error of_rows(ffi::ThreadPool pool, ffi::RemainingArgs arrays, ffi::Result<
       !read_all(arrays, count, count, &right) || !read(*result, &out))
     return refuse("the arrays must be float32 with two axes, and as many slopes as matrices");
   capibara::prefer_large_pages(out.at, result->size_bytes());
-  Sum sum;
+  Item sum;
   for (size_t i = 0; i < count; ++i) {
     if (slopes[i].rows != out.rows || right[i].rows != out.columns || right[i].columns != slopes[i].columns)
       return refuse("the arrays' shapes do not fit together");
@@ -143,9 +155,9 @@ ffi::Error of_rows(ffi::ThreadPool pool, ffi::RemainingArgs arrays, ffi::Result<
                    right[i].columns, true, out.at, out.columns});
     sum.back().add = i > 0;
   }
-  std::vector<Sum> blocks;
-  if (out.rows > 0 && out.columns > 0) cut(sum, threads_of(pool), &blocks);
-  return run(pool, blocks);
+  std::vector<Item> items;
+  if (out.rows > 0 && out.columns > 0) cut(sum, threads_of(pool), &items);
+  return run(pool, items, false);
 }
 
 // x [rows, inner], slopes [rows, columns]; of each x.T @ slope.
@@ -155,16 +167,17 @@ ffi::Error of_matrices(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArg
   if (!read(x, &rows) || !read_all(slopes, 0, slopes.size(), &right) || !read_all(results, &out) ||
       right.size() != out.size())
     return refuse("the arrays must be float32 with two axes, and as many results as slopes");
-  std::vector<Sum> blocks;
+  Item whole;
   for (size_t i = 0; i < right.size(); ++i) {
     if (right[i].rows != rows.rows || out[i].rows != rows.columns || out[i].columns != right[i].columns)
       return refuse("the arrays' shapes do not fit together");
     if (out[i].rows == 0 || out[i].columns == 0) continue;
-    cut({{rows.columns, right[i].columns, rows.rows, rows.at, rows.columns, true, right[i].at, right[i].columns, false,
-          out[i].at, out[i].columns}},
-        threads_of(pool), &blocks);
+    whole.push_back({rows.columns, right[i].columns, rows.rows, rows.at, rows.columns, true, right[i].at,
+                     right[i].columns, false, out[i].at, out[i].columns});
   }
-  return run(pool, blocks);
+  std::vector<Item> items;
+  if (!whole.empty()) cut(whole, threads_of(pool), &items);
+  return run(pool, items, true);
 }
 
 }  // namespace
