@@ -8,6 +8,7 @@
 #include "isa.h"
 #include "pages.h"
 #include "parallel.h"
+#include "several.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = ::xla::ffi;
@@ -160,6 +161,62 @@ ffi::Error of_rows(ffi::ThreadPool pool, ffi::RemainingArgs arrays, ffi::Result<
   return run(pool, items, false);
 }
 
+// Sums over many rows, whose results are small: each thread has its own rows, reads them as a whole and copies them once.
+// The sums of the pieces are added in their order.
+constexpr int64_t kPiece = 1024;      // rows of a piece, at least
+constexpr int64_t kSmall = 1 << 19;   // numbers of the results
+constexpr int64_t kAdded = 1 << 14;   // numbers that are added at a time
+
+ffi::Error by_depth(ffi::ThreadPool& pool, const Item& whole, int64_t pieces) {
+  int64_t numbers = 0;
+  for (const GroupedBlock& p : whole) numbers += p.rows * p.columns;
+  float* sums = nullptr;
+  capibara::Room room;
+  room.add(&sums, numbers * (pieces - 1));
+  if (!room.take()) return ffi::Error(ffi::ErrorCode::kResourceExhausted, "capibara products: out of memory");
+  const auto& kernels = *capibara::isa().grouped;
+  const int64_t depth = whole.front().depth, deep = (depth + pieces - 1) / pieces;
+  std::vector<Item> items;
+  for (int64_t piece = 0; piece < pieces; ++piece) {
+    Item item;
+    float* at = sums + numbers * (piece - 1);
+    const int64_t first = piece * deep;
+    for (GroupedBlock block : whole) {
+      block.depth = std::min(deep, depth - first);
+      block.a += first * block.a_step, block.b += first * block.b_step;
+      if (piece > 0) block.c = at, block.c_step = block.columns, at += block.rows * block.columns;
+      // What is wider than a block is several of them, side by side.
+      const int64_t width = share(block.columns, parts(block.columns, kernels.most_columns), kernels.unit_columns);
+      for (int64_t j = 0, columns = block.columns; j < columns; j += width, block.b += width, block.c += width) {
+        block.columns = std::min(width, columns - j);
+        item.push_back(block);
+      }
+    }
+    items.push_back(std::move(item));
+  }
+  if (const ffi::Error bad = run(pool, items, true); bad.failure()) return bad;
+  struct Part {
+    float* to;
+    const float* from;  // of the second piece
+    int64_t count;
+  };
+  std::vector<Part> added;
+  const float* from = sums;
+  for (const GroupedBlock& p : whole)
+    for (int64_t i = 0, all = p.rows * p.columns; i < all; i += kAdded) {
+      added.push_back({p.c + i, from, std::min(kAdded, all - i)});
+      from += added.back().count;
+    }
+  const auto add = [&](int64_t item, float*) {
+    const Part& part = added[item];
+    for (int64_t piece = 0; piece < pieces - 1; ++piece)
+      for (int64_t i = 0; i < part.count; ++i) part.to[i] += part.from[numbers * piece + i];
+  };
+  if (!capibara::Crew::run(pool, static_cast<int64_t>(added.size()), 16, add))
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "capibara products: out of memory");
+  return ffi::Error::Success();
+}
+
 // x [rows, inner], slopes [rows, columns]; of each x.T @ slope.
 ffi::Error of_matrices(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs slopes, ffi::RemainingRets results) {
   Matrix rows;
@@ -176,7 +233,12 @@ ffi::Error of_matrices(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArg
                      right[i].columns, false, out[i].at, out[i].columns});
   }
   std::vector<Item> items;
-  if (!whole.empty()) cut(whole, threads_of(pool), &items);
+  if (whole.empty()) return ffi::Error::Success();
+  int64_t numbers = 0;
+  for (const GroupedBlock& p : whole) numbers += p.rows * p.columns;
+  const int64_t pieces = std::min(threads_of(pool), rows.rows / kPiece);
+  if (pieces > 1 && numbers <= kSmall) return by_depth(pool, whole, pieces);
+  cut(whole, threads_of(pool), &items);
   return run(pool, items, true);
 }
 
