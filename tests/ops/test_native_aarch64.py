@@ -283,6 +283,31 @@ def test_products_of_a_few_rows(sizes, driver):
         assert (np.abs(got - x.astype(np.float64) @ w) <= bound).all()
 
 
+@pytest.mark.parametrize("sizes", [(1, 1, 0), (7, 9, 3), (40, 66, 33)])
+def test_passes_over_rows(sizes, driver):
+    rows, features, pairs = sizes
+    random = np.random.default_rng(8)
+    x, y, slope = (random.normal(size=(rows, features)).astype(np.float32) for _ in range(3))
+    scale = random.normal(size=features).astype(np.float32)
+    cos, sin = (random.normal(size=(rows, pairs)).astype(np.float32) for _ in range(2))
+    given = b"".join(array.tobytes() for array in (x, y, slope, scale, cos, sin))
+    answer = _emulate(driver, struct.pack("<4q", 36, *sizes) + given)
+    got = _cut(answer, *[((features,) if i == 2 else (rows, features), "f4") for i in range(7)])
+
+    def norm(x, scale):
+        return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5) * (scale + 1)
+
+    def turned(x):
+        a, b = x[:, :pairs], x[:, pairs : 2 * pairs]
+        return np.concatenate([a * cos + b * sin, b * cos - a * sin, x[:, 2 * pairs :]], axis=1)
+
+    normed, pull = jax.vjp(norm, x, scale)
+    active, pull_gate = jax.vjp(lambda x, y: x / (1 + jnp.exp(-x)) * y, x, y)
+    want = [normed, *pull(slope), active, *pull_gate(slope), turned(x)]
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("kind", list(fixed_search.KINDS.values()), ids=lambda kind: kind.name)
 def test_searched_scales(kind, driver):
     random, resolution, last = np.random.default_rng(5), 16, 127

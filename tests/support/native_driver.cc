@@ -1,7 +1,7 @@
 // Runs the native kernels without XLA: problems come in on standard input, results go out on standard output.
 //
 // A problem is its kind (0 attention, 1 a recurrence, 2 a selective scan, 3 one's gradient, 4 and 8 max-plus products of that many bytes a
-// number, 16 a tensor to code, 32 a product with a matrix in codes, 33 groups whose scale is searched, 34 a block of a grouped product, 35 a product of a few rows, -1 the end), its sizes as int64, and its arrays. test_native_aarch64.py writes them, and
+// number, 16 a tensor to code, 32 a product with a matrix in codes, 33 groups whose scale is searched, 34 a block of a grouped product, 35 a product of a few rows, 36 passes over rows, -1 the end), its sizes as int64, and its arrays. test_native_aarch64.py writes them, and
 // has this run under an emulator.
 #include <cstdio>
 #include <cstring>
@@ -257,6 +257,24 @@ void thin_product() {
   write(out);
 }
 
+// A norm of x [rows, features] and its slopes; the gate of x and y and its slopes; x turned, pairs by tables.
+void passes_over_rows() {
+  const auto n = read<int64_t>(3);
+  const int64_t rows = n[0], features = n[1], pairs = n[2];
+  const auto x = read<float>(rows * features), y = read<float>(rows * features), slope = read<float>(rows * features);
+  const auto scale = read<float>(features), cos = read<float>(rows * pairs), sin = read<float>(rows * pairs);
+  std::vector<float> normed(x.size()), inverse(rows), of_x(x.size()), of_scale(features), gated(x.size());
+  std::vector<float> of_gate(x.size()), of_up(x.size()), turned(x.size());
+  const auto& kernels = *capibara::isa().elementwise;
+  kernels.rms_norm({rows, features, x.data(), scale.data(), 1, 1e-5f, normed.data(), inverse.data()});
+  kernels.rms_norm_backward({rows, features, x.data(), scale.data(), inverse.data(), slope.data(), 1, of_x.data(),
+                             of_scale.data()});
+  kernels.gated({rows * features, x.data(), y.data(), nullptr, gated.data(), nullptr, nullptr});
+  kernels.gated_backward({rows * features, x.data(), y.data(), slope.data(), nullptr, of_gate.data(), of_up.data()});
+  kernels.turned({rows, 1, features, pairs, x.data(), cos.data(), sin.data(), -1, turned.data()});
+  for (const auto* each : {&normed, &of_x, &of_scale, &gated, &of_gate, &of_up, &turned}) write(*each);
+}
+
 }  // namespace
 
 int main() {
@@ -285,6 +303,8 @@ int main() {
       grouped_block();
     else if (kind == 35)
       thin_product();
+    else if (kind == 36)
+      passes_over_rows();
     else
       return kind == -1 ? 0 : 1;
   }

@@ -35,7 +35,18 @@ _SETS = {
     },
     "aarch64": {"neon": []},  # every such processor has it
 }
-_KINDS = ("attention", "codec", "elementwise", "fixed", "grouped", "paged", "quantised", "scan", "thin", "tropical")
+_KINDS = (
+    "attention",
+    "codec",
+    "elementwise",
+    "fixed",
+    "grouped",
+    "paged",
+    "quantised",
+    "scan",
+    "thin",
+    "tropical",
+)
 # Of these XLA calls entries that are made of other kinds' kernels.
 _ENTRIES = (*_KINDS, "products")
 # Of these neither XLA's headers nor a set of instructions matters.
@@ -140,7 +151,9 @@ def build(to: Path = LIBRARY, *, compiler: str | None = None, machine: str | Non
     with tempfile.TemporaryDirectory(prefix="capibara-native-") as name:
         folder = Path(name)
         objects = compile_kernels(compiler, machine or platform.machine(), folder)
-        handlers = [(["-isystem", str(headers), str(SOURCES / f"{kind}.cc")], f"{kind}.o") for kind in _ENTRIES]
+        handlers = [
+            (["-isystem", str(headers), str(SOURCES / f"{kind}.cc")], f"{kind}.o") for kind in _ENTRIES
+        ]
         objects += _compile(compiler, handlers, folder)
         made = folder / to.name
         # The C++ runtime goes in: the library must not depend on the one of the machine that loads it.

@@ -40,9 +40,7 @@ def _products(x: Array, *weights: Array, accumulate: str) -> tuple[Array, ...]:
         return jax_ops.products(x, *weights, accumulate=accumulate)
     # Rematerialisation knows products with weights by XLA's operation for them, and these by their name.
     found = (checkpoint_name(out, PRODUCT) for out in layers.products(flat, *matrices))
-    return tuple(
-        out.reshape(*x.shape[:-1], *w.shape[1:]) for out, w in zip(found, weights, strict=True)
-    )
+    return tuple(out.reshape(*x.shape[:-1], *w.shape[1:]) for out, w in zip(found, weights, strict=True))
 
 
 def _merge(x: Array, weight: Array, accumulate: str) -> Array:

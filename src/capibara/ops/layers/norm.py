@@ -16,9 +16,7 @@ __all__ = ["rms_norm", "takes_rms_norm"]
 
 def takes_rms_norm(x: jax.Array, scale: jax.Array | None, accumulate: str) -> bool:
     """Whether :func:`rms_norm` computes the norm of ``x [..., features]`` here."""
-    return (
-        accumulate == "float32" and scale is not None and scale.shape == x.shape[-1:] and wanted(x, scale)
-    )
+    return accumulate == "float32" and scale is not None and scale.shape == x.shape[-1:] and wanted(x, scale)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
