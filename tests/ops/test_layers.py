@@ -260,6 +260,28 @@ def test_only_in_training_of_large_float32() -> None:
         assert not asked(layers.takes_rotate, heads, table[:100], table[:100])
 
 
+@native
+@pytest.mark.parametrize("kept", [jax.jit, jax.checkpoint], ids=["jit", "checkpoint"])
+def test_what_was_traced_for_training_is_not_used_elsewhere(kept: Callable[..., Any]) -> None:
+    x = jnp.ones((512, 256))
+
+    @kept
+    def gate(x: jax.Array) -> jax.Array:
+        return layers.gated(x, x) if layers.takes_gated(x, x) else jax.nn.silu(x) * x
+
+    def derived(x: jax.Array) -> jax.Array:
+        return jax.jvp(gate, (x,), (x,))[1]
+
+    with layers.training_kernels():
+        in_training = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(gate(x))))(x)
+        with pytest.raises(TypeError, match="custom_vjp"):
+            jax.jit(derived)(x)
+    assert "capibara_on_one_device" in str(in_training)
+    for _ in range(2):
+        np.testing.assert_allclose(jax.jit(derived)(x)[0, 0], 1.6587291, rtol=1e-5)
+    assert "capibara_on_one_device" not in str(jax.make_jaxpr(jax.grad(lambda x: jnp.sum(gate(x))))(x))
+
+
 def test_several_devices_leave_it_to_xla() -> None:
     program = """
 import json

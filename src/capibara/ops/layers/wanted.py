@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
@@ -18,25 +17,18 @@ __all__ = ["LEAST", "training", "training_kernels", "wanted"]
 LEAST = 1 << 16
 """Numbers of the largest array of a call: with fewer, waking a second thread takes as long as is gained."""
 
-_wanted = contextvars.ContextVar("training_kernels", default=False)
+# JAX traces a function anew where this differs: what it keeps of one traced for training is for training alone.
+_wanted: Any = jax.make_user_context(False)
 
 
-@contextlib.contextmanager
-def training_kernels() -> Iterator[None]:
-    """Functions traced inside may take kernels for training; they can be differentiated once, in reverse mode.
-
-    Functions that were traced before, and are kept by ``jax.jit``, stay as they are.
-    """
-    token = _wanted.set(True)
-    try:
-        yield
-    finally:
-        _wanted.reset(token)
+def training_kernels() -> AbstractContextManager[Any]:
+    """Functions traced inside may take kernels for training; they can be differentiated once, in reverse mode."""
+    return _wanted(True)
 
 
 def training() -> bool:
     """Whether what is traced now is traced inside of :func:`training_kernels`."""
-    return _wanted.get()
+    return _wanted.value
 
 
 def wanted(*arrays: Any) -> bool:
