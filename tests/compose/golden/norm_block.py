@@ -6,10 +6,8 @@ from capibara.compose.backends import jax_ops as ops
 def forward(params, inputs, state, key, train):
     input = inputs['input']
     rms_norm_norm = ops.rms_norm(input, params['rms_norm']['scale'], epsilon=1e-05, accumulate='float32')
-    feed_gate_product = ops.dense(rms_norm_norm, params['feed']['gate']['weight'], accumulate='float32')
-    feed_silu = ops.silu(feed_gate_product)
-    feed_up_product = ops.dense(rms_norm_norm, params['feed']['up']['weight'], accumulate='float32')
-    feed_multiply = ops.multiply(feed_silu, feed_up_product)
+    feed_product_gate, feed_product_up = ops.products(rms_norm_norm, params['feed']['gate']['weight'], params['feed']['up']['weight'], accumulate='float32')
+    feed_multiply = ops.gated(feed_product_gate, feed_product_up)
     feed_down_product = ops.dense(feed_multiply, params['feed']['down']['weight'], accumulate='float32')
     add = ops.add(input, feed_down_product)
     return {'output': add}, state

@@ -5,10 +5,8 @@ from capibara.compose.backends import jax_ops as ops
 
 def repeat_block(params, carry, shared, state, key, train):
     input = carry
-    gate_product = ops.dense(input, params['gate']['weight'], accumulate='float32')
-    silu = ops.silu(gate_product)
-    up_product = ops.dense(input, params['up']['weight'], accumulate='float32')
-    multiply = ops.multiply(silu, up_product)
+    product_gate, product_up = ops.products(input, params['gate']['weight'], params['up']['weight'], accumulate='float32')
+    multiply = ops.gated(product_gate, product_up)
     down_product = ops.dense(multiply, params['down']['weight'], accumulate='float32')
     return down_product, state, ()
 

@@ -336,10 +336,10 @@ def _operation(node: Node, job: _Job, names: _Names, lines: list[str], read: Any
     targets = ", ".join(names.of[id(w)] for w in node.outputs)
     function = f"registered[{block.op!r}]" if getattr(block, "registered", False) else f"ops.{block.op}"
     lines.append(f"    {targets} = {function}({', '.join(arguments)})")
-    if block.constrain_output and job.sharded:
-        axes = node.outputs[0].axes
-        if axes and all(axes):
-            lines.append(f"    {targets} = shard({targets}, {axes!r})")
+    for wire in node.outputs if block.constrain_output and job.sharded else ():
+        if wire.axes and all(wire.axes):
+            target = names.of[id(wire)]
+            lines.append(f"    {target} = shard({target}, {wire.axes!r})")
 
 
 def _region(

@@ -390,7 +390,8 @@ def _join_products(graph: Graph) -> int:
         first = group[0]
         first.label, keys = _common([node.label for node in group])
         weights_of = [f"weight_{key}" for key in keys]
-        first.block = Primitive("products", _floats("input", *weights_of), _floats(*keys), accumulates=True)
+        ports = _floats("input", *weights_of), _floats(*keys)
+        first.block = Primitive("products", *ports, accumulates=True, constrain_output=True)
         first.inputs = [first.inputs[0], *(node.inputs[1] for node in group)]
         first.outputs = [node.outputs[0] for node in group]
     graph.nodes = [node for node in graph.nodes if id(node) not in gone]
