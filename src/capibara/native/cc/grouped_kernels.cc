@@ -12,6 +12,7 @@ using capibara::GroupedBlock;
 constexpr int64_t kPanel = kVectors * kWidth;  // columns of a register tile
 constexpr int64_t kDeep = 384;                 // summed over at a time
 constexpr int64_t kDeepColumns = 256;          // the same, where columns are multiplied: what comes next is fetched too
+constexpr int64_t kFewRows = 192 / kRows * kRows, kNarrow = 256 / kPanel * kPanel;
 constexpr int64_t kDeepStep = kDeep + 16;
 // Floats from a copied panel to the next. Not a power of two: lines of several panels are written in turn.
 constexpr int64_t kLeftPanel = kDeep * kRows + 16, kRightPanel = kDeep * kPanel + 16;
@@ -125,12 +126,66 @@ class Ahead {
   int64_t count_ = 0, rows_ = 0, numbers_ = 0, share_ = 0, part_ = 0, row_ = 0;
 };
 
+// A register tile of the result, rows from i and columns from j on; `edge` is room for one that is not all within it.
+static inline void put_tile(const GroupedBlock& p, int64_t i, int64_t j, int64_t depth, const float* tile,
+                            int64_t row_step, int64_t depth_step, const float* panel, int64_t panel_step, bool add,
+                            float* edge) {
+  const int rows = int(least(kRows, p.rows - i));
+  const int64_t columns = least(kPanel, p.columns - j);
+  float* const c = p.c + i * p.c_step + j;
+  if (columns == kPanel) {
+    Rows<kRows, kVectors>::run(rows, depth, tile, row_step, depth_step, panel, panel_step, c, p.c_step, add);
+    return;
+  }
+  if (columns > kWidth)
+    Rows<kRows, kVectors>::run(rows, depth, tile, row_step, depth_step, panel, kPanel, edge, kPanel, false);
+  else
+    Rows<kRows, 1>::run(rows, depth, tile, row_step, depth_step, panel, kPanel, edge, kPanel, false);
+  for (int r = 0; r < rows; ++r)
+    for (int64_t l = 0; l < columns; ++l)
+      c[r * p.c_step + l] = edge[r * kPanel + l] + (add ? c[r * p.c_step + l] : 0);
+}
+
+// Of few rows most of the time goes into reading the right matrix, each number of which is needed a few times: narrow
+// blocks, and what comes next is fetched while a block is computed.
+static void multiply_few_rows(const GroupedBlock& p, float* scratch) {
+  float* const edge = scratch;
+  float* const a = edge + kRows * kPanel;
+  float* const b = a + kMostRows * kDeepStep;
+  const bool a_lies = p.a_step <= kShort || p.a_step % kMeeting != 0;
+  const int64_t row_step = a_lies ? p.a_step : kDeepStep;
+  const int64_t shares = (p.depth + kDeepColumns - 1) / kDeepColumns, share = (p.depth + shares - 1) / shares;
+  for (int64_t j0 = 0; j0 < p.columns; j0 += kNarrow) {
+    GroupedBlock block = p;
+    block.b += j0, block.c += j0, block.columns = least(kNarrow, p.columns - j0);
+    for (int64_t k0 = 0; k0 < p.depth; k0 += share) {
+      const int64_t depth = least(share, p.depth - k0);
+      Ahead ahead(kFetchedDeeper, (block.columns + kPanel - 1) / kPanel * ((p.rows + kRows - 1) / kRows));
+      if (k0 + share < p.depth)
+        ahead.add(block.b + (k0 + share) * p.b_step, least(share, p.depth - k0 - share), block.columns, p.b_step);
+      else if (j0 + kNarrow < p.columns)
+        ahead.add(p.b + j0 + kNarrow, share, least(kNarrow, p.columns - j0 - kNarrow), p.b_step);
+      if (!a_lies) pack_a(p, 0, p.rows, k0, depth, a);
+      pack_b(block, k0, depth, b);
+      for (int64_t j = 0; j < block.columns; j += kPanel)
+        for (int64_t i = 0; i < p.rows; i += kRows) {
+          ahead.fetch();
+          const float* const tile = a_lies ? p.a + i * p.a_step + k0 : a + i * kDeepStep;
+          put_tile(block, i, j, depth, tile, row_step, 1, b + j / kPanel * kRightPanel, kPanel, p.add || k0 > 0, edge);
+        }
+    }
+  }
+}
+
 static void grouped_multiply(const GroupedBlock& p, float* scratch) {
   if (p.depth == 0) {
     for (const GroupedBlock* q = &p; q != nullptr; q = q->beside)
       for (int64_t i = 0; !q->add && i < q->rows; ++i) __builtin_memset(q->c + i * q->c_step, 0, q->columns * sizeof(float));
     return;
   }
+  if (!p.a_by_depth && !p.b_by_column && p.rows <= kFewRows && p.depth * p.columns > kFew && p.beside == nullptr &&
+      p.next == nullptr)
+    return multiply_few_rows(p, scratch);
   float* const edge = scratch;  // a tile that is not all within the result
   float* const a = edge + kRows * kPanel;
   float* const b = a + kMostRows * kDeepStep;
@@ -164,24 +219,11 @@ static void grouped_multiply(const GroupedBlock& p, float* scratch) {
         if (!a_lies && (q == &p || count < q->rows)) pack_a(p, first, count, k0, depth, a);
         for (int64_t j = 0; j < q->columns; j += kPanel) {
           const float* const panel = b_lies ? q->b + k0 * q->b_step + j : b + j / kPanel * kRightPanel;
-          const int64_t columns = least(kPanel, q->columns - j);
           for (int64_t i = 0; i < count; i += kRows) {
             ahead.fetch();
             deeper.fetch();
-            const int rows = int(least(kRows, count - i));
             const float* const tile = a_lies ? p.a + (first + i) * p.a_step + k0 : a + i / kRows * tile_step;
-            float* const c = q->c + (first + i) * q->c_step + j;
-            if (columns == kPanel) {
-              Rows<kRows, kVectors>::run(rows, depth, tile, row_step, depth_step, panel, panel_step, c, q->c_step, add);
-              continue;
-            }
-            if (columns > kWidth)
-              Rows<kRows, kVectors>::run(rows, depth, tile, row_step, depth_step, panel, kPanel, edge, kPanel, false);
-            else
-              Rows<kRows, 1>::run(rows, depth, tile, row_step, depth_step, panel, kPanel, edge, kPanel, false);
-            for (int r = 0; r < rows; ++r)
-              for (int64_t l = 0; l < columns; ++l)
-                c[r * q->c_step + l] = edge[r * kPanel + l] + (add ? c[r * q->c_step + l] : 0);
+            put_tile(*q, first + i, j, depth, tile, row_step, depth_step, panel, panel_step, add, edge);
           }
         }
       }
