@@ -415,9 +415,11 @@ def test_products_of_one_token_share_calls(tied: bool) -> None:
         (step,) = (step for shape, step in engine._programs._steps.items() if not shape.chunks)
     check(model, asked, tokens, scores)
     assert (tokens, scores) == (again, scores_again)
-    found = re.findall(r"= (.*?) custom-call\(.*custom_call_target=\"capibara_thin_product", step.as_text())
-    # Queries, keys and values; what attention gives; gate and up; down. And the head.
-    assert sorted(each.count("f32[") for each in found) == sorted([3, 1, 2, 1] * 2 + [1])
+    found = re.findall(r"= (.*?) custom-call\(.*custom_call_target=\"capibara_thin_(\w+)", step.as_text())
+    # From the first norm to queries, keys and values; from what attention gives to those of the next layer, and what
+    # is added to later; to the last layer's end; and for the rows that are wanted from the last norm to the head.
+    assert [name for _, name in found] == ["chain"] * 4
+    assert sorted(each.count("f32[") for each, _ in found) == [1, 1, 3, 4]
 
 
 @pytest.mark.slow

@@ -36,6 +36,7 @@ _SETS = {
     "aarch64": {"neon": []},  # every such processor has it
 }
 _KINDS = ("attention", "codec", "fixed", "grouped", "paged", "quantised", "scan", "thin", "tropical")
+_HANDLERS = (*_KINDS, "thin_chain")
 # Of these neither XLA's headers nor a set of instructions matters.
 _PLAIN = ("isa", "codec_choice", "codec_decode", "codec_encode", "trace")
 # No -ffast-math: infinities and NaN mean something here. Contraction is what lets a*b + c be one instruction.
@@ -138,7 +139,9 @@ def build(to: Path = LIBRARY, *, compiler: str | None = None, machine: str | Non
     with tempfile.TemporaryDirectory(prefix="capibara-native-") as name:
         folder = Path(name)
         objects = compile_kernels(compiler, machine or platform.machine(), folder)
-        handlers = [(["-isystem", str(headers), str(SOURCES / f"{kind}.cc")], f"{kind}.o") for kind in _KINDS]
+        handlers = [
+            (["-isystem", str(headers), str(SOURCES / f"{kind}.cc")], f"{kind}.o") for kind in _HANDLERS
+        ]
         objects += _compile(compiler, handlers, folder)
         made = folder / to.name
         # The C++ runtime goes in: the library must not depend on the one of the machine that loads it.

@@ -30,6 +30,7 @@ TARGETS = (
     "capibara_recurrence",
     "capibara_selective_scan",
     "capibara_selective_scan_backward",
+    "capibara_thin_chain",
     "capibara_thin_product",
 )
 

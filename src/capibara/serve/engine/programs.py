@@ -21,8 +21,8 @@ from capibara.core.paged import StepShape
 from capibara.errors import ConfigError
 from capibara.memory.budget import device_budget
 from capibara.memory.large_pages import prefer_large_pages
+from capibara.ops.linalg.chained import chained
 from capibara.ops.linalg.few_rows import MOST_ROWS, few_rows
-from capibara.ops.linalg.joined import joined
 from capibara.ops.registry import for_platform
 from capibara.serve.engine.steps import EngineSizes
 from capibara.serve.row_sampling import Changes, Chosen, choose, rows_of
@@ -182,7 +182,7 @@ class Programs:
             return run(params, state, cache, inputs)
 
         if model.mesh is None and model.backend.platform == "cpu" and shape.tokens <= MOST_ROWS:
-            step = joined(step)
+            step = chained(step)
 
         # The cache stays where it is, and logits are wanted whole.
         places = None if model.mesh is None else (self._whole(), jax.tree.map(lambda x: x.sharding, cache))
