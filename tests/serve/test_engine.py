@@ -422,6 +422,22 @@ def test_products_of_one_token_share_calls(tied: bool) -> None:
     assert sorted(each.count("f32[") for each, _ in found) == [1, 1, 3, 4]
 
 
+def test_likeliest_tokens_are_those_that_scored_choices_take() -> None:
+    """Steps choose them by themselves where no request wants anything else."""
+    model = ModularCapibaraModel(ModularModelConfig.from_toml("demo", ["num_layers=2"]))
+    prompts = [tuple(b"Once"), tuple(b"upon a"), tuple(b"time")]
+    found = []
+    with Engine(model, max_batch=4, pages=16, warm=False) as engine:
+        for logprobs in (None, 0):
+            asked = [Request(p, max_tokens=9, sampling=GREEDY, logprobs=logprobs) for p in prompts]
+            found.append([read(stream)[0] for stream in engine.submit_all(asked)])
+            # One that wants something else has all chosen by another program.
+            engine.submit_all([Request(prompts[0], max_tokens=3, sampling=GREEDY), asked[1]])
+            kinds = {top > 0 for _, _, top in engine._programs._choices}
+            assert kinds == (set() if logprobs is None else {True})
+    assert found[0] == found[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["int8", "nf4"])
 def test_weights_stay_in_their_codes(tmp_path: Any, strategy: Any) -> None:
