@@ -212,7 +212,9 @@ class _Finder:
         if scale.aval.size != width or scale.aval.dtype != jnp.float32 or not self._is_multiplied(step):
             return None
         by = self._only(normed, "mul")
-        for x, inverse in () if by is None else (by.ins, by.ins[::-1]):
+        if by is None:
+            return None
+        for x, inverse in (by.ins, by.ins[::-1]):
             steps = self._inverse_root(x, inverse)
             if steps is not None and _alike(x, step.outs[0]):
                 epsilon = _number(steps[1].ins[1])
