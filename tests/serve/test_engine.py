@@ -415,9 +415,27 @@ def test_products_of_one_token_share_calls(tied: bool) -> None:
         (step,) = (step for shape, step in engine._programs._steps.items() if not shape.chunks)
     check(model, asked, tokens, scores)
     assert (tokens, scores) == (again, scores_again)
-    found = re.findall(r"= (.*?) custom-call\(.*custom_call_target=\"capibara_thin_product", step.as_text())
-    # Queries, keys and values; what attention gives; gate and up; down. And the head.
-    assert sorted(each.count("f32[") for each in found) == sorted([3, 1, 2, 1] * 2 + [1])
+    found = re.findall(r"= (.*?) custom-call\(.*custom_call_target=\"capibara_thin_(\w+)", step.as_text())
+    # From the first norm to queries, keys and values; from what attention gives to those of the next layer, and what
+    # is added to later; to the last layer's end; and for the rows that are wanted from the last norm to the head.
+    assert [name for _, name in found] == ["chain"] * 4
+    assert sorted(each.count("f32[") for each, _ in found) == [1, 1, 3, 4]
+
+
+def test_likeliest_tokens_are_those_that_scored_choices_take() -> None:
+    """Steps choose them by themselves where no request wants anything else."""
+    model = ModularCapibaraModel(ModularModelConfig.from_toml("demo", ["num_layers=2"]))
+    prompts = [tuple(b"Once"), tuple(b"upon a"), tuple(b"time")]
+    found = []
+    with Engine(model, max_batch=4, pages=16, warm=False) as engine:
+        for logprobs in (None, 0):
+            asked = [Request(p, max_tokens=9, sampling=GREEDY, logprobs=logprobs) for p in prompts]
+            found.append([read(stream)[0] for stream in engine.submit_all(asked)])
+            # One that wants something else has all chosen by another program.
+            engine.submit_all([Request(prompts[0], max_tokens=3, sampling=GREEDY), asked[1]])
+            kinds = {top > 0 for _, _, top in engine._programs._choices}
+            assert kinds == (set() if logprobs is None else {True})
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow

@@ -37,6 +37,7 @@ TARGETS = (
     "capibara_rms_norm_backward",
     "capibara_selective_scan",
     "capibara_selective_scan_backward",
+    "capibara_thin_chain",
     "capibara_thin_product",
     "capibara_turned",
 )

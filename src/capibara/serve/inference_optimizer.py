@@ -201,7 +201,7 @@ class _Timer:
         times = []
         for _ in range(_TIMES + 1):  # the first one is not counted
             begun = time.perf_counter()
-            logits, cache = self._programs.step(shape, cache, inputs)
+            logits, cache, _ = self._programs.step(shape, cache, inputs)
             jax.block_until_ready(logits)
             times.append(1e3 * (time.perf_counter() - begun))
         self._programs.forget(shape)  # the next cache has another dtype or size

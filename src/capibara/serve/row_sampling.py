@@ -18,7 +18,7 @@ from jax import lax
 
 from capibara.serve.sampling import GREEDY_BELOW, Sampling
 
-__all__ = ["Changes", "Chosen", "SamplingRows", "choose", "keep_likeliest", "rows_of"]
+__all__ = ["Changes", "Chosen", "SamplingRows", "choose", "keep_likeliest", "likeliest", "rows_of"]
 
 # Likeliest tokens among which the last one that is kept mostly is.
 _FIRST = 256
@@ -101,8 +101,8 @@ def choose(logits: jax.Array, rows: SamplingRows, changes: Changes | None = None
     # Where every row is greedy nothing is drawn, and where no row leaves tokens out nothing is sorted.
     tokens = lax.cond(
         jnp.all(greedy),
-        lambda: _likeliest(changed),
-        lambda: jnp.where(greedy, _likeliest(changed), _drawn(changed, rows, greedy)),
+        lambda: likeliest(changed),
+        lambda: jnp.where(greedy, likeliest(changed), _drawn(changed, rows, greedy)),
     )
     logprobs = jnp.take_along_axis(own, tokens[:, None], axis=1)[:, 0]
     top_logprobs, top_tokens = (
@@ -111,7 +111,7 @@ def choose(logits: jax.Array, rows: SamplingRows, changes: Changes | None = None
     return Chosen(tokens, logprobs, top_tokens, top_logprobs)
 
 
-def _likeliest(logits: jax.Array) -> jax.Array:
+def likeliest(logits: jax.Array) -> jax.Array:
     """``jnp.argmax(logits, axis=-1)``, int32; two reductions, since XLA vectorizes none of pairs on CPUs.
 
     Args:
@@ -150,7 +150,7 @@ def _drawn(logits: jax.Array, rows: SamplingRows, greedy: jax.Array) -> jax.Arra
         ),
         lambda: scaled + noises,
     )
-    return _likeliest(noised)
+    return likeliest(noised)
 
 
 def keep_likeliest(logits: jax.Array, rows: SamplingRows, leaves_out: jax.Array) -> jax.Array:

@@ -15,6 +15,15 @@
 
 namespace capibara {
 
+// A moment of waiting for another thread.
+inline void rest() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
 // Runs work(item, scratch) for every item, each with `floats` floats of scratch that no other thread uses.
 //
 // The calling thread may itself be one of the pool's, so it must not wait for a task to *start*: it takes items
@@ -42,14 +51,6 @@ class Crew {
 
  private:
   static constexpr int kPatience = 1000;  // some 20 microseconds
-
-  static void rest() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-  }
 
   void take() {
     {

@@ -25,6 +25,14 @@ struct ThinKernels {
   int64_t (*block)(const ThinProduct&);    // items; 0: nothing has to be finished
   void (*multiply)(const ThinProduct&, int64_t item, float* scratch);
   void (*finish)(const ThinProduct&, int64_t block);
+  // Columns of the result, instead of `finish`.
+  void (*finish_columns)(const ThinProduct&, int64_t first, int64_t count);
+  // Brings a part of what an item reads of the matrix nearer, from the first on; whether there are more parts.
+  bool (*fetch)(const ThinProduct&, int64_t item, int64_t part);
+  // Rows of other arrays between products: see thin_rows.h.
+  void (*norm)(const float* x, const float* scale, float epsilon, int64_t width, float* out);
+  void (*add)(const float* a, const float* b, int64_t count, float* out);
+  void (*gate)(const float* a, const float* b, int64_t count, float* out);
 };
 
 }  // namespace capibara

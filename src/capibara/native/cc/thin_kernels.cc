@@ -3,6 +3,7 @@
 // rows there are, from two on, nor on the number of threads.
 #include "thin.h"
 
+#include "thin_rows.h"
 #include "vec.h"
 
 namespace CAPIBARA_ISA {
@@ -88,9 +89,10 @@ static void multiply_alone(const ThinProduct& p, int64_t item, float* sums) {
     for (int64_t j = 0; j < width; ++j) sums[j] = 0;
 }
 
-static void thin_finish(const ThinProduct& p, int64_t block) {
-  const int64_t first = block * kWhole, width = least(kWhole, p.columns - first), count = pieces(p), step = apart(p);
-  const float* const from = p.sums + block * count * step;
+// Columns of one block of items.
+static void add_pieces(const ThinProduct& p, int64_t block, int64_t first, int64_t width) {
+  const int64_t count = pieces(p), step = apart(p);
+  const float* const from = p.sums + block * count * step + first - block * kWhole;
   float* const to = p.out + first;
   int64_t j = 0;
   for (; j + kWidth <= width; j += kWidth) {
@@ -102,6 +104,18 @@ static void thin_finish(const ThinProduct& p, int64_t block) {
     float total = from[j];
     for (int64_t i = 1; i < count; ++i) total += from[i * step + j];
     to[j] = total;
+  }
+}
+
+static void thin_finish(const ThinProduct& p, int64_t block) {
+  add_pieces(p, block, block * kWhole, least(kWhole, p.columns - block * kWhole));
+}
+
+static void thin_finish_columns(const ThinProduct& p, int64_t first, int64_t count) {
+  if (!is_alone(p)) return;
+  for (int64_t width; count > 0; first += width, count -= width) {
+    width = least(count, kWhole - first % kWhole);
+    add_pieces(p, first / kWhole, first, width);
   }
 }
 
@@ -266,7 +280,39 @@ static void thin_multiply(const ThinProduct& p, int64_t item, float* sums) {
     __builtin_memcpy(p.out + i * p.columns + first, sums + i * step(p), width * sizeof(float));
 }
 
+// Parts of so many bytes, and as many as leave room in a core's own cache.
+constexpr int64_t kPart = 4096, kMostParts = 64;
+
+static bool thin_fetch(const ThinProduct& p, int64_t item, int64_t part) {
+  const auto bring = [](const float* from, int64_t floats) {
+    for (int64_t j = 0; j < floats; j += 16) __builtin_prefetch(from + j, 0, 2);
+  };
+  constexpr int64_t floats = kPart / sizeof(float);
+  int64_t end;
+  if (is_alone(p)) {
+    const int64_t width = least(kWhole, p.columns - item / pieces(p) * kWhole), across = parts(width, floats);
+    const int64_t k = item % pieces(p) * piece(p) + part / across, first = part % across * floats;
+    if (k >= p.inner) return false;
+    bring(p.w + k * p.columns + item / pieces(p) * kWhole + first, least(floats, width - first));
+    end = least(piece(p), p.inner - item % pieces(p) * piece(p)) * across;
+  } else {
+    const int64_t first = item * wide(p), width = least(wide(p), p.columns - first);
+    if (p.by_column) {
+      const int64_t from = part * floats, all = width * p.inner;
+      bring(p.w + first * p.inner + from, least(floats, all - from));
+      end = parts(all, floats);
+    } else {
+      const int64_t rows = floats / width > 0 ? floats / width : 1;
+      for (int64_t k = part * rows; k < least((part + 1) * rows, p.inner); ++k)
+        bring(p.w + k * p.columns + first, width);
+      end = parts(p.inner, rows);
+    }
+  }
+  return part + 1 < least(end, kMostParts);
+}
+
 extern const capibara::ThinKernels kThin;
-const capibara::ThinKernels kThin = {thin_items, thin_scratch, thin_sums, thin_block, thin_multiply, thin_finish};
+const capibara::ThinKernels kThin = {thin_items,  thin_scratch,        thin_sums,  thin_block, thin_multiply,
+                                     thin_finish, thin_finish_columns, thin_fetch, rows_norm,  rows_add, rows_gate};
 
 }  // namespace CAPIBARA_ISA

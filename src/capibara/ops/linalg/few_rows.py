@@ -25,13 +25,13 @@ from capibara.measure.flops import register_foreign_call
 from capibara.ops.linalg.joined import joinable
 from capibara.ops.one_device import compile_calls, native_call, on_one_device
 
-__all__ = ["MOST_ROWS", "few_rows", "product", "takes"]
+__all__ = ["MOST_ROWS", "few_rows", "product", "takes", "thin_product"]
 
 MOST_ROWS = 16
 _LEAST_MATRIX = 1 << 16  # numbers; what the caches hold XLA multiplies as fast
 _wanted = contextvars.ContextVar("few_rows", default=False)
-_primitive = Primitive("capibara_thin_product")
-_primitive.multiple_results = True
+thin_product = Primitive("capibara_thin_product")
+thin_product.multiple_results = True
 
 
 def _flops(ins: Sequence[Any], outs: Sequence[Any], _: Any) -> int:
@@ -40,7 +40,7 @@ def _flops(ins: Sequence[Any], outs: Sequence[Any], _: Any) -> int:
 
 # By this name there are both: the primitive and what it calls.
 register_foreign_call("capibara_thin_product", _flops)
-compile_calls(_primitive)
+compile_calls(thin_product)
 
 
 @contextlib.contextmanager
@@ -74,7 +74,7 @@ def product(x: jax.Array, weight: jax.Array, *, transposed: bool = False) -> jax
       float32 ``[rows, columns]``. A row's numbers do not depend on how many rows there are, between 2 and 16, nor on
       the matrices that :func:`capibara.ops.linalg.joined.joined` multiplies with it.
     """
-    return _primitive.bind(x, weight, transposed=transposed)[0]
+    return thin_product.bind(x, weight, transposed=transposed)[0]
 
 
 def _by_xla(x: jax.Array, *weights: jax.Array, transposed: bool) -> list[jax.Array]:
@@ -94,13 +94,13 @@ def _on_cpu(x: jax.Array, *weights: jax.Array, transposed: bool) -> list[jax.Arr
     return on_one_device(by_kernel, functools.partial(_by_xla, transposed=transposed), x, *weights)
 
 
-@_primitive.def_abstract_eval
+@thin_product.def_abstract_eval
 def _shapes(x: Any, *weights: Any, transposed: bool) -> list[Any]:
     return [x.update(shape=(x.shape[0], weight.shape[0 if transposed else 1])) for weight in weights]
 
 
-mlir.register_lowering(_primitive, mlir.lower_fun(_by_xla, multiple_results=True))
-mlir.register_lowering(_primitive, mlir.lower_fun(_on_cpu, multiple_results=True), platform="cpu")
+mlir.register_lowering(thin_product, mlir.lower_fun(_by_xla, multiple_results=True))
+mlir.register_lowering(thin_product, mlir.lower_fun(_on_cpu, multiple_results=True), platform="cpu")
 
 
 def _map(arrays: Any, axes: Any, *, transposed: bool) -> Any:
@@ -108,11 +108,11 @@ def _map(arrays: Any, axes: Any, *, transposed: bool) -> Any:
     return out, [0] * len(out)
 
 
-batching.primitive_batchers[_primitive] = _map
+batching.primitive_batchers[thin_product] = _map
 
 
-@joinable(_primitive)
+@joinable(thin_product)
 def _together(x: Any, others: list[list[Any]], params: list[dict[str, Any]]) -> list[list[Any]] | None:
     if any(one != params[0] for one in params):
         return None
-    return [[out] for out in _primitive.bind(x, *(weight for (weight,) in others), **params[0])]
+    return [[out] for out in thin_product.bind(x, *(weight for (weight,) in others), **params[0])]

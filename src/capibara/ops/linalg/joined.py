@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax.extend.core import Literal, Primitive
 
-__all__ = ["joinable", "joined"]
+__all__ = ["Flat", "Step", "Value", "joinable", "joined", "named"]
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call")
 # The same of the same operand is computed once: products see their rows through these.
@@ -44,19 +44,26 @@ def joinable(primitive: Primitive) -> Callable[[_Together], _Together]:
     return register
 
 
-def joined(function: Callable[..., Any]) -> Callable[..., Any]:
+def joined(
+    function: Callable[..., Any], arrange: Callable[[Flat, Sequence[Value]], None] | None = None
+) -> Callable[..., Any]:
     """The same function of nested arrays, whose products of the same rows are computed together.
 
     Its results are those of ``function``, bit by bit.
+
+    Args:
+      arrange: called with the equations, which it may compute in another way (:attr:`Step.chain`), and the results.
     """
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
-        flat = _Flat()
-        given = [_Value(array) for array in jax.tree.leaves(args)]
+        flat = Flat()
+        given = [Value(array, aval=jax.typeof(array)) for array in jax.tree.leaves(args)]
         out = flat.add(closed.jaxpr, closed.consts, given)
         flat.join()
+        if arrange is not None:
+            arrange(flat, out)
         for step in flat.steps:
             flat.compute(step)
         return jax.tree.unflatten(jax.tree.structure(shape), [value.array for value in out])
@@ -65,42 +72,45 @@ def joined(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @dataclass(eq=False)
-class _Value:
+class Value:
     """An array of the program: known, or a result of a step."""
 
     array: Any = None
-    step: _Step | None = None
+    step: Step | None = None
     of_product: bool = False  # whether it depends on a product that may be joined
+    aval: Any = None
 
 
 @dataclass(eq=False)
-class _Step:
+class Step:
     """An equation, and the names that it is computed under (``jax.named_scope``), by which profiles know it."""
 
     eqn: Any
-    ins: list[_Value]
+    ins: list[Value]
     scope: str
-    outs: list[_Value] = field(default_factory=list)
-    together: list[_Step] = field(default_factory=list)
+    outs: list[Value] = field(default_factory=list)
+    together: list[Step] = field(default_factory=list)
     done: bool = False
+    chain: Callable[[Flat], None] | None = None
+    """What computes it with others."""
 
 
-class _Flat:
+class Flat:
     """The equations of a program, those of calls that contain products included."""
 
     def __init__(self) -> None:
-        self.steps: list[_Step] = []
-        self._views: dict[Any, list[_Value]] = {}
+        self.steps: list[Step] = []
+        self._views: dict[Any, list[Value]] = {}
 
-    def add(
-        self, jaxpr: Any, consts: Sequence[Any], given: Sequence[_Value], outer: str = ""
-    ) -> list[_Value]:
+    def add(self, jaxpr: Any, consts: Sequence[Any], given: Sequence[Value], outer: str = "") -> list[Value]:
         """The program's results."""
-        env: dict[Any, _Value] = dict(zip(jaxpr.constvars, map(_Value, consts), strict=True))
+        env: dict[Any, Value] = dict(
+            zip(jaxpr.constvars, (Value(c, aval=jax.typeof(c)) for c in consts), strict=True)
+        )
         env.update(zip(jaxpr.invars, given, strict=True))
 
-        def read(v: Any) -> _Value:
-            return _Value(v.val) if isinstance(v, Literal) else env[v]
+        def read(v: Any) -> Value:
+            return Value(v.val, aval=v.aval) if isinstance(v, Literal) else env[v]
 
         for eqn in jaxpr.eqns:
             ins = [read(v) for v in eqn.invars]
@@ -120,16 +130,16 @@ class _Flat:
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def _add_step(self, eqn: Any, ins: list[_Value], scope: str) -> list[_Value]:
-        step = _Step(eqn, ins, scope)
+    def _add_step(self, eqn: Any, ins: list[Value], scope: str) -> list[Value]:
+        step = Step(eqn, ins, scope)
         touched = eqn.primitive in _joinable or any(value.of_product for value in ins)
-        step.outs = [_Value(None, step, touched) for _ in eqn.outvars]
+        step.outs = [Value(None, step, touched, v.aval) for v in eqn.outvars]
         self.steps.append(step)
         return step.outs
 
     def join(self) -> None:
         """Find products of the same rows with matrices that wait for no other product."""
-        groups: dict[tuple[Any, int], list[_Step]] = {}
+        groups: dict[tuple[Any, int], list[Step]] = {}
         for step in self.steps:
             if step.eqn.primitive in _joinable and not any(value.of_product for value in step.ins[1:]):
                 groups.setdefault((step.eqn.primitive, id(step.ins[0])), []).append(step)
@@ -138,9 +148,12 @@ class _Flat:
                 for step in group:
                     step.together = group
 
-    def compute(self, step: _Step) -> None:
+    def compute(self, step: Step) -> None:
         """Compute a step, and what it waits for."""
         if step.done:
+            return
+        if step.chain is not None:
+            step.chain(self)
             return
         group = step.together or [step]
         for one in group:
@@ -152,7 +165,7 @@ class _Flat:
         found = None
         if len(group) > 1:
             together = _joinable[step.eqn.primitive]
-            with _named(step.scope):
+            with named(step.scope):
                 found = together(operands[0][0], [each[1:] for each in operands], params)
         if found is None:
             found = [_bind(one, each) for one, each in zip(group, operands, strict=True)]
@@ -162,9 +175,9 @@ class _Flat:
             one.done = True
 
 
-def _bind(step: _Step, operands: list[Any]) -> list[Any]:
+def _bind(step: Step, operands: list[Any]) -> list[Any]:
     eqn = step.eqn
-    with _named(step.scope):
+    with named(step.scope):
         out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
@@ -173,7 +186,7 @@ def _within(outer: str, inner: str) -> str:
     return "/".join(filter(None, (outer, inner)))
 
 
-def _named(scope: str) -> AbstractContextManager[Any]:
+def named(scope: str) -> AbstractContextManager[Any]:
     return jax.named_scope(scope) if scope else nullcontext()
 
 

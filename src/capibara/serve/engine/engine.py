@@ -721,7 +721,11 @@ class Engine:
                 for piece in step.pieces
                 if piece.last and piece.sequence.finished is None
             ]
-            choice = start_choice(self._programs, step.logits, asked, self._vocabulary) if asked else None
+            choice = None
+            if asked:
+                choice = start_choice(
+                    self._programs, step.logits, asked, self._vocabulary, likeliest=step.tokens
+                )
             ahead = None if choice is None else self._start_ahead(step, choice.chosen.tokens)
             self._finish(step, choice)
             self._progress_at = time.monotonic()
@@ -740,14 +744,14 @@ class Engine:
         inputs = self._sizes.inputs(shape, pieces, tokens)
         adapter = pieces[0].sequence.adapter if pieces else None
         weights = None if adapter is None else adapter.weights
-        logits, self._cache = self._programs.step(shape, self._cache, inputs, weights)
+        logits, self._cache, likeliest = self._programs.step(shape, self._cache, inputs, weights)
         if self._draft is not None:
             late = [p.sequence for p in pieces if p.place >= 0]
             if late:
                 alone = next(s for s in self._sizes.plain if s.rows >= len(late) and not s.chunks)
                 self._draft.catch_up(alone, self._sizes.table, late)
             self._draft.follow(shape, inputs)
-        return StartedStep(pieces, shape, logits)
+        return StartedStep(pieces, shape, logits, likeliest)
 
     def _start_ahead(self, step: StartedStep, tokens: Any) -> StartedStep | None:
         """Have the device compute the step after one whose tokens are not known here yet, if it can be said without
@@ -835,7 +839,7 @@ class Engine:
         inputs["outputs"] = np.arange(shape.tokens, dtype=np.int32)
         adapter = pieces[0].sequence.adapter
         weights = None if adapter is None else adapter.weights
-        logits, self._cache = self._programs.step(shape, self._cache, inputs, weights)
+        logits, self._cache, _ = self._programs.step(shape, self._cache, inputs, weights)
         if self._draft is not None:
             self._draft.follow(self._sizes.plain[1], self._sizes.inputs(self._sizes.plain[1], pieces))
         targets = np.zeros(shape.tokens, np.int32)
@@ -928,7 +932,7 @@ class Engine:
             asked += [Asked(first + n, sequence, tuple(guess[:n])) for n in range(len(given))]
         adapter = pieces[0].sequence.adapter
         weights = None if adapter is None else adapter.weights
-        logits, self._cache = self._programs.step(shape, self._cache, inputs, weights)
+        logits, self._cache, _ = self._programs.step(shape, self._cache, inputs, weights)
         chosen = iter(choose_tokens(self._programs, logits, asked, self._vocabulary))
         with self._there:
             self._counts["steps"] += 1

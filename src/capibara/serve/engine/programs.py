@@ -21,11 +21,11 @@ from capibara.core.paged import StepShape
 from capibara.errors import ConfigError
 from capibara.memory.budget import device_budget
 from capibara.memory.large_pages import prefer_large_pages
+from capibara.ops.linalg.chained import chained
 from capibara.ops.linalg.few_rows import MOST_ROWS, few_rows
-from capibara.ops.linalg.joined import joined
 from capibara.ops.registry import for_platform
 from capibara.serve.engine.steps import EngineSizes
-from capibara.serve.row_sampling import Changes, Chosen, choose, rows_of
+from capibara.serve.row_sampling import Changes, Chosen, choose, likeliest, rows_of
 from capibara.serve.sampling import Sampling
 
 __all__ = ["GREEDY", "MOST_SCORES", "Programs", "no_changes", "page_bytes", "pages_in_memory"]
@@ -122,8 +122,12 @@ class Programs:
 
     def step(
         self, shape: StepShape, cache: Any, inputs: Any, weights: list[Any] | None = None
-    ) -> tuple[jax.Array, Any]:
-        """Compute a step: ``(logits, cache)``; the cache that is given is used up.
+    ) -> tuple[jax.Array, Any, jax.Array | None]:
+        """Compute a step: ``(logits, cache, tokens)``; the cache that is given is used up.
+
+        On one CPU device steps of rows also give the likeliest token of each row of logits, int32, those that
+        :meth:`choose` takes at a temperature of 0: another program for that takes several percent of the time of a
+        small model's step. Elsewhere ``tokens`` is ``None``.
 
         Args:
           weights: other ones than those that the programs were made for (:meth:`weights_of`).
@@ -174,22 +178,39 @@ class Programs:
                 return model.decode_pages(params, inputs, cache, shape, state=state)
 
         run = quantized(decoded) if coded else decoded
+        alone = model.mesh is None and model.backend.platform == "cpu"
 
         def step(weights: list[Any], cache: Any, inputs: Any) -> Any:
             given = iter(weights)
             every = [next(given) if leaf.size else jnp.zeros(leaf.shape, leaf.dtype) for leaf in self._leaves]
             params, state = self._tree.unflatten(every)
-            return run(params, state, cache, inputs)
+            logits, cache = run(params, state, cache, inputs)
+            if not alone or not shape.rows:
+                return logits, cache, None
+            # A condition, as in `choose`: what its branches read is in memory.
+            tokens = jax.lax.cond(
+                inputs["counts"][0] >= 0,
+                lambda: likeliest(self._writable_only(logits).astype(jnp.float32)),
+                lambda: jnp.zeros(logits.shape[0], jnp.int32),
+            )
+            return logits, cache, tokens
 
-        if model.mesh is None and model.backend.platform == "cpu" and shape.tokens <= MOST_ROWS:
-            step = joined(step)
+        if alone and shape.tokens <= MOST_ROWS:
+            step = chained(step)
 
         # The cache stays where it is, and logits are wanted whole.
-        places = None if model.mesh is None else (self._whole(), jax.tree.map(lambda x: x.sharding, cache))
+        places = (
+            None if model.mesh is None else (self._whole(), jax.tree.map(lambda x: x.sharding, cache), None)
+        )
         with self._lowering():
             jitted = jax.jit(step, donate_argnums=1, out_shardings=places)
             lowered = jitted.lower(self._weights, cache, inputs)
         return self._made(f"step of {shape.rows} + {shape.chunks} × {shape.chunk}", lowered)
+
+    def _writable_only(self, logits: jax.Array) -> jax.Array:
+        if self.writable >= self._vocabulary:
+            return logits
+        return jnp.where(jnp.arange(self._vocabulary) < self.writable, logits, -jnp.inf)
 
     def choose(self, logits: Any, rows: Any, changes: Changes | None, *, top: int) -> Any:
         """Choose a token for each row: :func:`capibara.serve.row_sampling.choose`.
@@ -208,13 +229,11 @@ class Programs:
         return self._once("choice", self._choices, key, lambda: self._compile_choice(key, dtype))
 
     def _compile_choice(self, key: tuple[int, bool, int], dtype: Any) -> Any:
-        writable, vocabulary = self.writable, self._vocabulary
+        vocabulary = self._vocabulary
         size, changed, top = key
 
         def chosen(logits: jax.Array, rows: Any, changes: Any) -> Any:
-            if writable < vocabulary:
-                logits = jnp.where(jnp.arange(vocabulary) < writable, logits, -jnp.inf)
-            found = choose(logits, rows, changes, top=min(top, vocabulary))
+            found = choose(self._writable_only(logits), rows, changes, top=min(top, vocabulary))
             return found if top else Chosen(found.tokens, None, None, None)
 
         rows = rows_of([GREEDY] * size, [0] * size, [0] * size)
@@ -242,11 +261,10 @@ class Programs:
         return self._once("score", self._scores, size, lambda: self._compile_score(size, dtype))
 
     def _compile_score(self, size: int, dtype: Any) -> Any:
-        writable, vocabulary = self.writable, self._vocabulary
+        vocabulary = self._vocabulary
 
         def scores(logits: jax.Array, targets: jax.Array) -> Any:
-            if writable < vocabulary:
-                logits = jnp.where(jnp.arange(vocabulary) < writable, logits, -jnp.inf)
+            logits = self._writable_only(logits)
             own = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
             top = jax.lax.top_k(own, min(MOST_SCORES, vocabulary))
             return jnp.take_along_axis(own, targets[:, None], axis=1)[:, 0], *top

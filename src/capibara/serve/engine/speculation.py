@@ -133,7 +133,7 @@ class DraftModel:
 
     def follow(self, shape: StepShape, inputs: Any) -> None:
         """Read what the other model reads in a step."""
-        _, self.cache = self.programs.step(shape, self.cache, inputs)
+        _, self.cache, _ = self.programs.step(shape, self.cache, inputs)
 
     def catch_up(self, shape: StepShape, table: int, sequences: Row[Sequence | None]) -> None:
         """Read the last tokens of texts that the model has read and this one has not, if they are few."""
@@ -196,5 +196,5 @@ class DraftModel:
             inputs["tokens"][place], inputs["starts"][place] = tokens[place], starts[place]
             inputs["counts"][place] = 1
             inputs["page_table"][place, : len(s.pages)] = s.pages
-        logits, self.cache = self.programs.step(shape, self.cache, inputs)
+        logits, self.cache, _ = self.programs.step(shape, self.cache, inputs)
         return logits

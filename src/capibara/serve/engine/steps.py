@@ -42,11 +42,15 @@ class StepPiece:
 
 @dataclass
 class StartedStep:
-    """A step that the device computes: its pieces, its shape, and the logits that it will give."""
+    """A step that the device computes: its pieces, its shape, and the logits that it will give.
+
+    ``tokens``: the likeliest ones, where its program chooses them (:meth:`Programs.step`).
+    """
 
     pieces: list[StepPiece]
     shape: StepShape
     logits: Any
+    tokens: Any | None
 
 
 @dataclass(frozen=True)

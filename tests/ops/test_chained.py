@@ -1,0 +1,235 @@
+"""Sequences of products of a few rows as one call, against NumPy in float64."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from instruction_sets import instruction_sets
+from other_process import run_apart
+
+from capibara.compose.backends.jax_ops.language import rms_norm
+from capibara.measure import count_flops
+from capibara.native import build
+from capibara.native.library import call
+from capibara.ops.linalg.chained import chained
+from capibara.ops.linalg.few_rows import product
+
+pytestmark = pytest.mark.skipif(
+    build.find_compiler() is None, reason="no C++ compiler: there is no native library to test"
+)
+HERE = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+EPSILON = 1e-3
+# rows, embedding, MLP, queries: long and short rows of matrices, and incomplete vectors.
+SIZES = [(1, 256, 1100, 96), (1, 131, 77, 50), (2, 64, 200, 17), (8, 256, 520, 96), (16, 131, 77, 50)]
+
+
+def numbers(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).normal(size=shape).astype(np.float32)
+
+
+def weights(embed: int, mlp: int, queries: int) -> dict[str, np.ndarray]:
+    shapes = {"out": (embed, embed), "gate": (embed, mlp), "up": (embed, mlp), "down": (mlp, embed)}
+    found = {key: numbers(*shape) / shape[0] ** 0.5 for key, shape in shapes.items()}
+    found |= {"queries": numbers(embed, queries, seed=1), "tied": numbers(queries, embed, seed=2)}
+    return found | {"first": numbers(embed, seed=3), "second": numbers(embed, seed=4)}
+
+
+def layer(attended: Any, x: Any, w: Any) -> Any:
+    """From what attention gives to the next queries, as a decoder's layers are traced: arrays with a batch of one."""
+
+    def times(y: Any, matrix: Any, transposed: bool = False) -> Any:
+        return product(y.reshape(-1, y.shape[-1]), matrix, transposed=transposed)[None]
+
+    def norm(y: Any, scale: Any) -> Any:
+        return rms_norm(y, scale, epsilon=EPSILON, accumulate="float32")
+
+    x = x + times(attended, w["out"])
+    normed = norm(x, w["first"])
+    x = x + times(jax.nn.silu(times(normed, w["gate"])) * times(normed, w["up"]), w["down"])
+    normed = norm(x, w["second"])
+    return x, times(normed, w["queries"]), times(normed, w["tied"], transposed=True)
+
+
+def layer_in_float64(attended: Any, x: Any, given: dict[str, np.ndarray]) -> Any:
+    w = {key: value.astype(np.float64) for key, value in given.items()}
+
+    def norm(y: Any, scale: Any) -> Any:
+        return y / np.sqrt(np.mean(y * y, -1, keepdims=True) + EPSILON) * scale
+
+    x = x + attended @ w["out"]
+    normed = norm(x, w["first"])
+    gate = normed @ w["gate"]
+    x = x + (gate / (1 + np.exp(-gate)) * (normed @ w["up"])) @ w["down"]
+    normed = norm(x, w["second"])
+    return x, normed @ w["queries"], normed @ w["tied"].T
+
+
+def calls(function: Callable[..., Any], *args: Any) -> list[tuple[str, int]]:
+    """The kernels that the compiled program calls, and how many results each has."""
+    text = jax.jit(function).lower(*args).compile().as_text()
+    assert text is not None
+    found = re.findall(r"= (.*?) custom-call\(.*custom_call_target=\"capibara_thin_(\w+)\"", text)
+    return sorted((name, results.count("f32[")) for results, name in found)
+
+
+def check(rows: int, *sizes: int) -> None:
+    attended, x, w = numbers(1, rows, sizes[0]), numbers(1, rows, sizes[0], seed=5), weights(*sizes)
+    run = jax.jit(chained(layer))
+    got = run(attended, x, w)
+    for one, want in zip(got, layer_in_float64(attended, x, w), strict=True):
+        assert one.shape == want.shape
+        np.testing.assert_allclose(one, want, rtol=0, atol=3e-6 * np.abs(want).max())
+    # Which thread computes what differs from call to call.
+    for _ in range(50):
+        for one, again in zip(got, run(attended, x, w), strict=True):
+            np.testing.assert_array_equal(one, again)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_values(sizes: tuple[int, ...]) -> None:
+    check(*sizes)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_layer_is_one_call(rows: int) -> None:
+    sizes = 256, 520, 96
+    given = numbers(1, rows, 256), numbers(1, rows, 256, seed=5), weights(*sizes)
+    assert calls(chained(layer), *given) == [("chain", 3)]
+    assert calls(layer, *given) == [("product", 1)] * 6
+    every = sum(matrix.size for matrix in given[2].values() if matrix.ndim == 2)
+    assert count_flops(chained(layer), *given).total == 2 * rows * every == count_flops(layer, *given).total
+
+
+def check_rows_alone() -> None:
+    """A row's numbers are the same beside other ones."""
+    w = weights(131, 77, 50)
+    attended, x = numbers(1, 16, 131), numbers(1, 16, 131, seed=5)
+    run = jax.jit(chained(layer))
+    every = run(attended, x, w)
+    for count in (2, 3, 7, 8, 13):
+        for rows in (slice(0, count), slice(16 - count, 16)):
+            for some, one in zip(run(attended[:, rows], x[:, rows], w), every, strict=True):
+                np.testing.assert_array_equal(some, one[:, rows])
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    check_rows_alone()
+
+
+def test_what_waits_for_others_is_another_call() -> None:
+    """As with attention: what is between is left to XLA, and comes before what needs it."""
+    x, w = numbers(3, 256), weights(256, 520, 96)
+
+    def two(x: Any, w: Any) -> Any:
+        first = x + product(x, w["out"])
+        between = jnp.cos(product(first, w["gate"]))[:, :256]
+        return first + product(between, w["out"]), first
+
+    assert calls(chained(two), x, w) == [("chain", 1), ("chain", 2)]
+    want = x.astype(np.float64) + x.astype(np.float64) @ w["out"]
+    between = np.cos(want @ w["gate"])[:, :256]
+    for got, wanted in zip(jax.jit(chained(two))(x, w), (want + between @ w["out"], want), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [jax.nn.gelu, jnp.square, lambda x: x * jnp.tanh(x)],
+    ids=["gelu", "square", "other"],
+)
+def test_other_activations_are_left_to_xla(activation: Any) -> None:
+    x, w = numbers(4, 256), weights(256, 520, 96)
+
+    def mlp(x: Any, w: Any) -> Any:
+        return product(activation(product(x, w["gate"])) * product(x, w["up"]), w["down"])
+
+    for got, want in zip(jax.jit(chained(mlp))(x, w), jax.jit(mlp)(x, w), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+    assert calls(chained(mlp), x, w) == [("chain", 2), ("product", 1)]
+
+
+def test_what_is_used_elsewhere_is_there() -> None:
+    """Inner results of a norm, or of a gate, that something else needs."""
+    x, w = numbers(4, 256), weights(256, 520, 96)
+
+    def uses(x: Any, w: Any) -> Any:
+        y = product(x, w["out"])
+        squares = jnp.square(y)
+        normed = y * jax.lax.rsqrt(jnp.mean(squares, -1, keepdims=True) + EPSILON) * w["first"]
+        gate = jax.nn.silu(product(normed, w["gate"]))
+        return product(gate * product(normed, w["up"]), w["down"]), squares, gate
+
+    for got, want in zip(jax.jit(chained(uses))(x, w), jax.jit(uses)(x, w), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
+
+
+def test_gates_far_from_zero() -> None:
+    """As ``jax.nn.silu`` has them, infinities and NaN included."""
+    values = [0.0, -0.0, 1e-30, 3.5, -3.5, 87.0, -87.0, 90.0, -90.0, 1e30, -1e30, np.inf, -np.inf, np.nan]
+    # More than a vector of any instruction set, and an incomplete one.
+    gates = np.array([values * 3, values[::-1] * 3], np.float32)
+    others, out = np.full_like(gates, 2.0), jax.ShapeDtypeStruct(gates.shape, jnp.float32)
+    (got,) = call("capibara_thin_chain", [out], gates, others, rows=2, ops=(2, 0, 1, 0), outputs=(2,))
+    np.testing.assert_allclose(got, 2 * jax.nn.silu(gates), rtol=1e-6, atol=1e-36)
+
+
+@pytest.mark.parametrize("name", instruction_sets())
+def test_other_instruction_sets(name: str) -> None:
+    program = """
+import json
+from capibara import native
+from test_chained import SIZES, check, check_rows_alone
+for sizes in SIZES:
+    check(*sizes)
+check_rows_alone()
+print("RESULT", json.dumps(native.isa()))
+"""
+    assert run_apart(program, CAPIBARA_NATIVE_ISA=name, PYTHONPATH=HERE) == name
+
+
+def test_calls_whose_arrays_do_not_fit_together_are_refused() -> None:
+    x, w, scale = np.ones((2, 8), np.float32), np.ones((8, 16), np.float32), np.ones(8, np.float32)
+    fits = jax.ShapeDtypeStruct((2, 16), jnp.float32)
+
+    def run(
+        arrays: tuple[Any, ...],
+        ops: tuple[int, ...],
+        outputs: tuple[int, ...],
+        out: Any = fits,
+        rows: int = 2,
+    ) -> Any:
+        found = call(
+            "capibara_thin_chain", [out] * len(outputs), *arrays, rows=rows, ops=ops, outputs=outputs
+        )
+        return jax.block_until_ready(found)
+
+    product_of = (0, 0, 1, 0)
+    (good,) = run((x, w), product_of, (2,))
+    np.testing.assert_array_equal(good, np.full((2, 16), 8.0))
+    wrong: list[tuple[Any, ...]] = [
+        ((x, w), product_of[:3], (2,)),
+        ((x, w), (7, 0, 1, 0), (2,)),
+        ((x, w), (0, 0, 9, 0), (2,)),
+        ((x, w), (0, 2, 1, 0), (2,)),
+        ((x, w), (0, 0, 1, 1), (2,)),
+        ((x, w), (1, 0, 1, 0), (2,)),
+        ((x, w), product_of, (3,)),
+        ((x, w), product_of, (0,)),
+        ((x, w), product_of, (2, 2)),
+        ((x, w), product_of, (2,), jax.ShapeDtypeStruct((2, 15), jnp.float32)),
+        ((x, w), product_of, (2,), fits, 3),
+        ((x, w, scale), (*product_of, 3, 3, 2, 0), (4,)),
+        ((x, w.astype(np.int32)), product_of, (2,)),
+        ((x, w[None]), product_of, (2,)),
+    ]
+    for given in wrong:
+        with pytest.raises(Exception, match="capibara chain of few rows"):
+            run(*given)
