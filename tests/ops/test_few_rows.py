@@ -26,6 +26,8 @@ HERE = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH",
 SIZES = [(2, 64, 1024), (3, 771, 129), (8, 768, 200), (11, 9, 8200), (16, 300, 517), (5, 0, 7), (4, 3, 1)]
 # One row has a kernel of its own: long and short rows of the matrix, several blocks of columns, incomplete pieces.
 SIZES += [(1, 1000, 1100), (1, 771, 129), (1, 70, 33000), (1, 2, 16401), (1, 0, 7), (1, 3, 1)]
+# Those of a prompt: incomplete tiles, several shares of the inner dimension, more columns than a block has.
+SIZES += [(17, 771, 129), (64, 600, 1100), (192, 40, 33)]
 
 
 def check(rows: int, inner: int, columns: int) -> None:
@@ -76,7 +78,9 @@ def test_only_where_it_is_asked_for() -> None:
     with few_rows():
         assert takes(x, w, "float32")
         assert takes(x[:1], w, "float32")
-        assert not takes(jnp.ones((17, 512)), w, "float32")
+        assert takes(jnp.ones((192, 512)), w, "float32")
+        assert not takes(jnp.ones((193, 512)), w, "float32")
+        assert not takes(jnp.ones((17, 512)), w, "float32", transposed=True)
         assert not takes(x, w[:8, :8], "float32")
         assert not takes(x, w.astype("bfloat16"), "float32")
         assert not takes(x.astype("bfloat16"), w.astype("bfloat16"), "bfloat16")

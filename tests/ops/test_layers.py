@@ -304,7 +304,7 @@ def test_operations_are_counted() -> None:
     assert count_flops(layers.products, x, a, b).total == once
 
     def loss(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        return sum(jnp.sum(out) for out in layers.products(x, a, b))
+        return sum((jnp.sum(out) for out in layers.products(x, a, b)), start=jnp.zeros(()))
 
     assert count_flops(jax.grad(loss, (0, 1, 2)), x, a, b).total == 3 * once
 

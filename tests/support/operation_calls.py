@@ -106,7 +106,7 @@ def functions() -> dict[str, Callable[..., Any]]:
     """Every public function of the categories of ``capibara.ops``, as ``category.name``."""
     found = {}
     for package in pkgutil.iter_modules(ops.__path__):
-        # What layers consist of are no operations that users call: they have one implementation, and tests of their own.
+        # What layers consist of are no operations that users call: they have one implementation, and own tests.
         if not package.ispkg or package.name == "layers":
             continue
         module = importlib.import_module(f"{ops.__name__}.{package.name}")

@@ -59,8 +59,12 @@ def _backward(kept: Any, slope: Any) -> tuple[Any, Any, Any]:
     tables, x = kept
     if isinstance(slope, SymbolicZero):
         return None, None, None
-    of_tables = (None, None) if x is None else jax.vjp(partial(_by_xla, x), *tables)[1](slope)
-    return _turned(slope, *tables, -1.0), *of_tables
+    cos, sin = tables
+    of_x = _turned(slope, cos, sin, -1.0)
+    if x is None:
+        return of_x, None, None
+    of_cos, of_sin = jax.vjp(partial(_by_xla, x), cos, sin)[1](slope)
+    return of_x, of_cos, of_sin
 
 
 rotate.defvjp(_forward, _backward, symbolic_zeros=True)

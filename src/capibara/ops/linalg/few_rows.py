@@ -1,8 +1,9 @@
-"""Products of a few rows with a large matrix on CPUs, as decoding a few texts needs them.
+"""Products of a few rows with a large matrix on CPUs, as decoding a few texts and reading a prompt need them.
 
 What takes the time is reading the matrix. XLA first copies it into the order in which its product of matrices reads,
 and of one row reads it in short pieces; a compiled kernel (:mod:`capibara.native`) reads it once, where it lies. Where
 programs are made for such products, the layers of a model ask here (:func:`few_rows`); elsewhere they are left to XLA.
+Of more rows than decoding has (:data:`MOST_ROWS`), parts of the matrix are copied, and what comes next is fetched.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from capibara.ops.one_device import compile_calls, native_call, on_one_device
 __all__ = ["MOST_ROWS", "few_rows", "product", "takes", "thin_product"]
 
 MOST_ROWS = 16
+_MOST_PROMPT = 192  # with more rows, XLA's products are as fast
 _LEAST_MATRIX = 1 << 16  # numbers; what the caches hold XLA multiplies as fast
 _wanted = contextvars.ContextVar("few_rows", default=False)
 thin_product = Primitive("capibara_thin_product")
@@ -53,11 +55,11 @@ def few_rows() -> Iterator[None]:
         _wanted.reset(token)
 
 
-def takes(x: jax.Array, weight: jax.Array, accumulate: str) -> bool:
+def takes(x: jax.Array, weight: jax.Array, accumulate: str, *, transposed: bool = False) -> bool:
     """Whether :func:`product` computes ``x [rows, inner]`` times this matrix."""
     return (
         _wanted.get()
-        and 1 <= x.shape[0] <= MOST_ROWS
+        and 1 <= x.shape[0] <= (MOST_ROWS if transposed else _MOST_PROMPT)
         and math.prod(weight.shape) >= _LEAST_MATRIX
         and x.dtype == weight.dtype == jnp.dtype(accumulate) == jnp.float32
         and native.problem() is None
@@ -71,8 +73,8 @@ def product(x: jax.Array, weight: jax.Array, *, transposed: bool = False) -> jax
       x: float32 ``[rows, inner]``. weight: float32 ``[inner, columns]``; transposed ``[columns, inner]``.
 
     Returns:
-      float32 ``[rows, columns]``. A row's numbers do not depend on how many rows there are, between 2 and 16, nor on
-      the matrices that :func:`capibara.ops.linalg.joined.joined` multiplies with it.
+      float32 ``[rows, columns]``. A row's numbers do not depend on the other rows, nor on how many there are between 2
+      and 16, nor on the matrices that :func:`capibara.ops.linalg.joined.joined` multiplies with it.
     """
     return thin_product.bind(x, weight, transposed=transposed)[0]
 
@@ -89,6 +91,8 @@ def _on_cpu(x: jax.Array, *weights: jax.Array, transposed: bool) -> list[jax.Arr
     ]
 
     def by_kernel(x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
+        if x.shape[0] > MOST_ROWS and not transposed:
+            return list(native_call("capibara_products", out, x, *weights))
         return list(native_call("capibara_thin_product", out, x, *weights, transposed=int(transposed)))
 
     return on_one_device(by_kernel, functools.partial(_by_xla, transposed=transposed), x, *weights)

@@ -23,6 +23,7 @@ from capibara.memory.budget import device_budget
 from capibara.memory.large_pages import prefer_large_pages
 from capibara.ops.linalg.chained import chained
 from capibara.ops.linalg.few_rows import MOST_ROWS, few_rows
+from capibara.ops.linalg.joined import joined
 from capibara.ops.registry import for_platform
 from capibara.serve.engine.steps import EngineSizes
 from capibara.serve.row_sampling import Changes, Chosen, choose, likeliest, rows_of
@@ -195,8 +196,8 @@ class Programs:
             )
             return logits, cache, tokens
 
-        if alone and shape.tokens <= MOST_ROWS:
-            step = chained(step)
+        if alone:
+            step = (chained if shape.tokens <= MOST_ROWS else joined)(step)
 
         # The cache stays where it is, and logits are wanted whole.
         places = (

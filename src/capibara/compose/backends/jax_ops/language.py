@@ -123,7 +123,7 @@ def quantised_product(
 
 def unembed(x: Array, table: Array, accumulate: str) -> Array:
     flat = _joined(x, 0, x.ndim - 1)
-    if few_rows.takes(flat, table, accumulate):
+    if few_rows.takes(flat, table, accumulate, transposed=True):
         return few_rows.product(flat, table, transposed=True).reshape(*x.shape[:-1], table.shape[0])
     dims = (((x.ndim - 1,), (1,)), ((), ()))
     out = lax.dot_general(x, table, dims, preferred_element_type=jnp.dtype(accumulate))
