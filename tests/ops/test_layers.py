@@ -139,27 +139,32 @@ def check_rotation(shape: tuple[int, ...], lead: tuple[int, ...], pairs: int) ->
     check_like(layers.rotate, lambda x, cos, sin: rotary(x, cos=cos, sin=sin), numbers(0, *shape), *tables)
 
 
+@native
 @pytest.mark.parametrize("sizes", PRODUCTS)
 def test_products(sizes: tuple[int, int, tuple[int, ...]]) -> None:
     check_products(*sizes)
 
 
+@native
 @settings(max_examples=25)
 @given(st.integers(1, 1300), st.integers(1, 530), st.lists(st.integers(1, 90), min_size=1, max_size=4))
 def test_products_of_any_sizes(rows: int, inner: int, columns: list[int]) -> None:
     check_products(rows, inner, tuple(columns))
 
 
+@native
 @pytest.mark.parametrize("shape", NORMS)
 def test_norms(shape: tuple[int, ...]) -> None:
     check_norm(*shape)
 
 
+@native
 @pytest.mark.parametrize("shape", GATES)
 def test_gates(shape: tuple[int, ...]) -> None:
     check_gate(*shape)
 
 
+@native
 @pytest.mark.parametrize(("shape", "lead", "pairs"), ROTATIONS)
 def test_rotations(shape: tuple[int, ...], lead: tuple[int, ...], pairs: int) -> None:
     check_rotation(shape, lead, pairs)
@@ -185,6 +190,7 @@ print("RESULT", json.dumps(native.isa()))
     assert run_apart(program, CAPIBARA_NATIVE_ISA=name, PYTHONPATH=HERE) == name
 
 
+@native
 def test_gates_far_from_zero_and_not_finite() -> None:
     gate = jnp.asarray([-200.0, -90.0, 90.0, 200.0, jnp.nan, -jnp.inf, jnp.inf, 3e38] * 5, jnp.float32)
     up = jnp.ones_like(gate)
@@ -197,6 +203,7 @@ def test_gates_far_from_zero_and_not_finite() -> None:
     assert np.isnan(of_gate[4])
 
 
+@native
 def test_gradients_of_tables_only_where_they_are_asked_for() -> None:
     x, cos, sin = numbers(0, 30, 2, 8), numbers(1, 30, 4), numbers(2, 30, 4)
 
@@ -211,6 +218,7 @@ def test_gradients_of_tables_only_where_they_are_asked_for() -> None:
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+@native
 def test_under_vmap_each_is_computed_by_itself() -> None:
     x, scale, m = numbers(0, 3, 40, 16), numbers(1, 3, 16), numbers(2, 3, 16, 20)
 
@@ -223,6 +231,71 @@ def test_under_vmap_each_is_computed_by_itself() -> None:
 
     got, want = (jax.vmap(jax.grad(lambda *a, f=f: jnp.sum(f(*a) ** 2)))(x, scale, m) for f in (each, plain))
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * float(jnp.max(jnp.abs(want))))
+
+
+def layer(x: jax.Array, scale: jax.Array, m: jax.Array, table: jax.Array) -> jax.Array:
+    """A value of all operations, in the form for training where that is taken, and else in plain JAX."""
+    takes = layers.takes_rms_norm(x, scale, "float32")
+    y = layers.rms_norm(x, scale, 1e-5, 0.0) if takes else plain_norm(x, scale, 1e-5, 0.0)
+    a, b = (
+        layers.products(y, m, m * m) if layers.takes_products(y, (m, m), "float32") else (y @ m, y @ (m * m))
+    )
+    gate = layers.gated(y, x) if layers.takes_gated(y, x) else jax.nn.silu(y) * x
+    heads = gate.reshape(len(x), 2, -1)
+    takes = layers.takes_rotate(heads, table, table)
+    turned = layers.rotate(heads, table, table) if takes else rotary(heads, cos=table, sin=table)
+    return sum((jnp.sum(jnp.sin(each)) for each in (a, b, turned)), start=jnp.zeros((), jnp.float32))
+
+
+def of_a_layer() -> tuple[jax.Array, ...]:
+    return numbers(0, 512, 128), numbers(1, 128), numbers(2, 128, 24) / 10, numbers(3, 512, 32)
+
+
+def check_in_training(gradients: Callable[[], Any]) -> None:
+    """What is computed inside of ``training_kernels`` is what is computed outside."""
+    want = jax.tree.leaves(gradients())
+    with layers.training_kernels():
+        got = jax.tree.leaves(gradients())
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * float(jnp.max(jnp.abs(other))))
+
+
+@native
+@pytest.mark.parametrize("wide", [False, True])
+def test_second_derivatives(wide: bool) -> None:
+    arrays = of_a_layer()
+
+    def length(*arrays: jax.Array) -> jax.Array:
+        return sum(
+            (jnp.sum(g**2) for g in jax.grad(layer, (0, 1, 2))(*arrays)), start=jnp.zeros((), jnp.float32)
+        )
+
+    with jax.enable_x64(wide):
+        check_in_training(lambda: jax.jit(jax.grad(length, (0, 1)))(*arrays))
+
+
+@native
+@pytest.mark.parametrize("outside", [False, True])
+def test_inside_shard_map(outside: bool) -> None:
+    arrays, spec = of_a_layer(), jax.P
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    where = (spec("data"), spec(), spec(), spec("data"))
+
+    def each(*arrays: jax.Array) -> Any:
+        return jax.lax.psum(layer(*arrays), "data") if outside else jax.grad(layer, (0, 1, 2, 3))(*arrays)
+
+    mapped = jax.shard_map(each, mesh=mesh, in_specs=where, out_specs=spec() if outside else where)
+    check_in_training(lambda: jax.jit(jax.grad(mapped, (0, 1, 2, 3)) if outside else mapped)(*arrays))
+
+
+@native
+@pytest.mark.parametrize("sharded", [0, 2])
+def test_on_a_mesh_with_explicit_axes(sharded: int) -> None:
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        specs = [jax.P("data") if i == sharded else jax.P() for i in range(4)]
+        arrays = [jax.device_put(x, s) for x, s in zip(of_a_layer(), specs, strict=True)]
+        check_in_training(lambda: jax.jit(jax.grad(layer, (0, 1, 2, 3)))(*arrays))
 
 
 def asked(function: Callable[..., Any], *arrays: Any) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 from capibara import native
 from capibara.jax_versions import HeldJaxpr, varying_axes
@@ -38,7 +38,8 @@ _primitive.multiple_results = True
 def on_one_device(kernel: Callable[..., Any], otherwise: Callable[..., Any], *arrays: Any) -> Any:
     """``kernel(*arrays)`` where each device has its own arrays, ``otherwise(*arrays)`` where XLA has to split them.
 
-    Works under ``jit`` and ``vmap``; for gradients wrap it in ``jax.custom_vjp``.
+    Works under ``jit`` and ``vmap``. Its derivatives are those of ``otherwise``; for gradients by a kernel wrap it in
+    ``jax.custom_vjp``.
 
     Args:
       kernel, otherwise: two forms of one function of arrays, with results of the same shapes and dtypes.
@@ -187,3 +188,10 @@ def _map(arrays: Any, axes: Any, *, kernel: HeldJaxpr, otherwise: _Flat) -> Any:
 
 
 batching.primitive_batchers[_primitive] = _map
+
+
+def _derive(primals: Any, tangents: Any, *, kernel: HeldJaxpr, otherwise: _Flat) -> Any:
+    return jax.jvp(otherwise, primals, tuple(ad.instantiate_zeros(t) for t in tangents))
+
+
+ad.primitive_jvps[_primitive] = _derive

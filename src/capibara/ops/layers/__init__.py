@@ -2,9 +2,9 @@
 
 XLA makes one pass over memory of each few elementwise operations, keeps what they computed for the backward pass, and
 leaves a product that sums over many rows at two thirds of the speed of others. The kernels here
-(:mod:`capibara.native`) read each array once, keep no more than their inputs, and have reverse derivatives of the first
-order only. So they run where a function is traced for exactly that (:func:`training_kernels`); everywhere else layers
-are plain JAX.
+(:mod:`capibara.native`) read each array once, keep no more than their inputs, and have no forward-mode derivatives;
+second derivatives are those of plain JAX. So they run where a function is traced for a gradient
+(:func:`training_kernels`); everywhere else, and inside of ``jax.shard_map``, layers are plain JAX.
 """
 
 from capibara.ops.layers.gated import gated, takes_gated

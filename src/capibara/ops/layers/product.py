@@ -94,7 +94,8 @@ def _of_rows(slopes: tuple[jax.Array, ...], matrices: tuple[jax.Array, ...]) -> 
 
     def by_xla(*arrays: jax.Array) -> jax.Array:
         half = len(arrays) // 2
-        return sum((s @ w.T for s, w in zip(arrays[:half], arrays[half:], strict=True)), start=jnp.zeros(()))
+        first, *others = (s @ w.T for s, w in zip(arrays[:half], arrays[half:], strict=True))
+        return sum(others, start=first)
 
     return on_one_device(by_kernel, by_xla, *slopes, *matrices)
 

@@ -1,4 +1,4 @@
-"""Where layers may take kernels that have a first reverse derivative, and no other."""
+"""Where layers may take kernels that have derivatives in reverse mode only."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from capibara.ops.registry import is_portable
 __all__ = ["LEAST", "training", "training_kernels", "wanted"]
 
 LEAST = 1 << 16
-"""Numbers of the largest array of a call: with fewer, waking a second thread takes as long as is gained."""
+"""Numbers of the array that a call passes over: with fewer, waking a second thread takes as long as is gained."""
 
 # JAX traces a function anew where this differs: what it keeps of one traced for training is for training alone.
 _wanted: Any = jax.make_user_context(False)
 
 
 def training_kernels() -> AbstractContextManager[Any]:
-    """Functions traced inside may take kernels for training; they can be differentiated once, in reverse mode."""
+    """Functions traced inside may take kernels for training, which have derivatives in reverse mode only.
+
+    Second derivatives are those of plain JAX.
+    """
     return _wanted(True)
 
 
@@ -32,11 +35,18 @@ def training() -> bool:
 
 
 def wanted(*arrays: Any) -> bool:
-    """Whether a call with these arrays, the largest one first, may take a kernel."""
+    """Whether a call that passes over the first of these arrays may take a kernel."""
     return (
         training()
         and arrays[0].size >= LEAST
         and all(isinstance(x, Tracer) and x.dtype == jnp.float32 for x in arrays)
+        and not _on_a_mesh(arrays)
         and not is_portable()
         and native.problem() is None
     )
+
+
+def _on_a_mesh(arrays: tuple[Any, ...]) -> bool:
+    """Whether types say where arrays lie, of one device, too: their gradients' types would have to, as well."""
+    inside = jax.sharding.get_abstract_mesh().manual_axes  # of shard_map
+    return bool(inside) or any(any(jax.typeof(x).sharding.spec) for x in arrays)
