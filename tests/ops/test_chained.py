@@ -171,6 +171,17 @@ def test_what_is_used_elsewhere_is_there() -> None:
         np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
 
 
+def test_scales_of_rows_are_not_those_of_columns() -> None:
+    x, w, scales = numbers(16, 16), numbers(16, 16, seed=1), numbers(16)
+
+    def normed(x: Any, w: Any, scales: Any) -> Any:
+        y = product(x, w)
+        return product(rms_norm(y, None, epsilon=EPSILON, accumulate="float32") * scales[:, None], w)
+
+    got, want = jax.jit(chained(normed))(x, w, scales), jax.jit(normed)(x, w, scales)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+
+
 def test_gates_far_from_zero() -> None:
     """As ``jax.nn.silu`` has them, infinities and NaN included."""
     values = [0.0, -0.0, 1e-30, 3.5, -3.5, 87.0, -87.0, 90.0, -90.0, 1e30, -1e30, np.inf, -np.inf, np.nan]

@@ -205,9 +205,15 @@ class _Finder:
 
     def _norm(self, step: Step, normed: Value, scale: Value) -> _Op | None:
         width = step.outs[0].aval.shape[-1]
+        if scale.aval.shape[-1:] != (width,):
+            return None
         while (made := scale.step) is not None and made.eqn.primitive.name in ("broadcast_in_dim", "reshape"):
             if math.prod(made.ins[0].aval.shape) != width:
                 break
+            # As many numbers as columns may be one for each row.
+            along = made.eqn.params.get("broadcast_dimensions")
+            if along is not None and along[-1:] != (scale.aval.ndim - 1,):
+                return None
             scale = made.ins[0]
         if scale.aval.size != width or scale.aval.dtype != jnp.float32 or not self._is_multiplied(step):
             return None
