@@ -72,6 +72,20 @@ def test_a_row_does_not_depend_on_the_others(inner: int, columns: int) -> None:
 
 
 @native
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(64, 768, 1100), (17, 300, 517), (192, 1024, 64)])
+def test_a_row_of_a_prompt_does_not_depend_on_the_others(rows: int, inner: int, columns: int) -> None:
+    random = np.random.default_rng(1)
+    x = random.normal(size=(rows, inner)).astype(np.float32)
+    w = jnp.asarray(random.normal(size=(inner, columns)), jnp.float32)
+    order = random.permutation(rows)
+    every, mixed = (np.asarray(product(jnp.asarray(given), w)) for given in (x, x[order]))
+    np.testing.assert_array_equal(mixed, every[order])
+    alone = np.zeros_like(x)
+    alone[5] = x[5]
+    np.testing.assert_array_equal(np.asarray(product(jnp.asarray(alone), w))[5], every[5])
+
+
+@native
 def test_only_where_it_is_asked_for() -> None:
     x, w = jnp.ones((4, 512)), jnp.ones((512, 512))
     assert not takes(x, w, "float32")

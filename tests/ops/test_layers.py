@@ -236,7 +236,7 @@ def test_under_vmap_each_is_computed_by_itself() -> None:
 def layer(x: jax.Array, scale: jax.Array, m: jax.Array, table: jax.Array) -> jax.Array:
     """A value of all operations, in the form for training where that is taken, and else in plain JAX."""
     takes = layers.takes_rms_norm(x, scale, "float32")
-    y = layers.rms_norm(x, scale, 1e-5, 0.0) if takes else plain_norm(x, scale, 1e-5, 0.0)
+    y: Any = layers.rms_norm(x, scale, 1e-5, 0.0) if takes else plain_norm(x, scale, 1e-5, 0.0)
     a, b = (
         layers.products(y, m, m * m) if layers.takes_products(y, (m, m), "float32") else (y @ m, y @ (m * m))
     )

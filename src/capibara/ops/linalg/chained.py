@@ -24,7 +24,7 @@ from jax.interpreters import mlir
 from capibara.measure.flops import register_foreign_call
 from capibara.ops.linalg.few_rows import thin_product
 from capibara.ops.linalg.joined import Flat, Step, Value, joined, named
-from capibara.ops.one_device import native_call
+from capibara.ops.one_device import compile_calls, native_call
 
 __all__ = ["chained"]
 
@@ -32,6 +32,7 @@ _PRODUCT, _ADD, _GATE, _NORM = range(4)  # as thin_chain.cc counts them
 _NUMBERS = 4  # of each operation
 _primitive = Primitive("capibara_thin_chain")
 _primitive.multiple_results = True
+compile_calls(_primitive)
 
 
 def chained(function: Callable[..., Any]) -> Callable[..., Any]:
