@@ -22,13 +22,8 @@ __all__ = ["on_cpu"]
 Array = jax.Array
 
 
-def _dense(x: Array, weight: Array, accumulate: str) -> Array:
+def _product(x: Array, weight: Array, accumulate: str) -> Array:
     return _products(x, weight, accumulate=accumulate)[0]
-
-
-def _project(x: Array, weight: Array, accumulate: str) -> Array:
-    flat = weight.reshape(weight.shape[0], math.prod(weight.shape[1:]))
-    return _dense(x, flat, accumulate).reshape(*x.shape[:-1], *weight.shape[1:])
 
 
 def _products(x: Array, *weights: Array, accumulate: str) -> tuple[Array, ...]:
@@ -46,7 +41,7 @@ def _products(x: Array, *weights: Array, accumulate: str) -> tuple[Array, ...]:
 def _merge(x: Array, weight: Array, accumulate: str) -> Array:
     joined = math.prod(weight.shape[:2])
     flat = x.reshape(*x.shape[:-2], joined)
-    return _dense(flat, weight.reshape(joined, *weight.shape[2:]), accumulate)
+    return _product(flat, weight.reshape(joined, *weight.shape[2:]), accumulate)
 
 
 def _unembed(x: Array, table: Array, accumulate: str) -> Array:
@@ -60,21 +55,14 @@ def _unembed(x: Array, table: Array, accumulate: str) -> Array:
 
 
 def _rms_norm(
-    x: Array,
-    scale: Array | None = None,
-    *,
-    epsilon: float,
-    accumulate: str,
-    offset: float = 0.0,
-    dims: int = 1,
-    groups: int = 1,
+    x: Array, scale: Array | None = None, *, epsilon: float, accumulate: str, **options: Any
 ) -> Array:
     from capibara.ops import layers
 
-    if dims == groups == 1 and scale is not None and layers.takes_rms_norm(x, scale, accumulate):
-        return layers.rms_norm(x, scale, epsilon, offset)
-    options: dict[str, Any] = {"epsilon": epsilon, "accumulate": accumulate, "offset": offset}
-    return jax_ops.rms_norm(x, scale, **options, dims=dims, groups=groups)
+    # Other options than the offset say over which parts of a row the mean is.
+    if scale is not None and set(options) <= {"offset"} and layers.takes_rms_norm(x, scale, accumulate):
+        return layers.rms_norm(x, scale, epsilon, options.get("offset", 0.0))
+    return jax_ops.rms_norm(x, scale, epsilon=epsilon, accumulate=accumulate, **options)
 
 
 def _gated(gate: Array, up: Array) -> Array:
@@ -84,17 +72,12 @@ def _gated(gate: Array, up: Array) -> Array:
 
 
 def _rotary_table(
-    positions: Array,
-    dim: int,
-    theta: float,
-    accumulate: str,
-    frequencies: tuple[float, ...] | None = None,
-    factor: float = 1.0,
-) -> tuple[Array, Array]:
+    positions: Array, dim: int, theta: float, accumulate: str, *options: Any, **named: Any
+) -> Any:
     from capibara.ops.layers import training
     from capibara.ops.rotary.table import rotary_table
 
-    return rotary_table(positions, dim, theta, accumulate, frequencies, factor, once=training())
+    return rotary_table(positions, dim, theta, accumulate, *options, **named, once=training())
 
 
 def _rotate(x: Array, cos: Array, sin: Array, interleaved: bool = False, last: bool = False) -> Array:
@@ -112,8 +95,8 @@ def on_cpu(ops: Any) -> Any:
         ops: :mod:`capibara.compose.backends.jax_ops`.
     """
     own = {
-        "dense": _dense,
-        "project": _project,
+        "dense": _product,
+        "project": _product,
         "products": _products,
         "merge": _merge,
         "unembed": _unembed,

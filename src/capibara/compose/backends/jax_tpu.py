@@ -17,7 +17,8 @@ activations, which then waits for them.
 Few positions, as in decoding, are computed in the form for CPUs: each would be a tile of its own.
 
 Which form of products a GPU takes, and what devices exchange of gradients, is chosen here, too
-(:func:`returning_half_width`).
+(:func:`returning_half_width`); what CPUs do better in another form is in
+:mod:`~capibara.compose.backends.jax_cpu`.
 """
 
 from __future__ import annotations
@@ -159,9 +160,9 @@ def choose_forms(ops: Any, backend: JaxBackend, mesh: Any | None) -> Any:
 
     def chosen() -> Any:
         tpu = backend.platform == "tpu"
-        found = on_tpu(ops, ordered=_ordered(mesh, backend.rules)) if tpu else ops
-        if backend.platform == "cpu":
-            found = on_cpu(ops)
+        found = on_cpu(ops) if backend.platform == "cpu" else ops
+        if tpu:
+            found = on_tpu(ops, ordered=_ordered(mesh, backend.rules))
         alone = backend.mesh is None or backend.mesh.size == 1
         if backend.policy.exchange == "compute" or (alone and backend.platform in _GPUS):
             found = returning_half_width(found)

@@ -17,6 +17,7 @@ using Floats = ffi::Buffer<ffi::F32>;
 namespace {
 
 constexpr int64_t kPart = 1 << 15;  // numbers of an array that are dealt with at a time
+constexpr int64_t kSums = 64;        // most sums over rows
 constexpr int64_t kScratch = 16;     // floats that nobody needs: an allocation of nothing may look like a failed one
 
 ffi::Error refuse(const char* why) {
@@ -63,7 +64,9 @@ ffi::Error rms_norm_backward(ffi::ThreadPool pool, Floats x, Floats scale, Float
   std::fill(total, total + features, 0.0f);
   if (count == 0) return ffi::Error::Success();
   capibara::prefer_large_pages(x_slope->untyped_data(), x_slope->size_bytes());
-  const int64_t part = std::max<int64_t>(kPart / features, 1), parts = (rows + part - 1) / part;
+  // Each part has a sum of its own, as long as a row: they are few, so that many long rows take no more memory.
+  const int64_t part = std::max<int64_t>({kPart / features, (rows + kSums - 1) / kSums, 1});
+  const int64_t parts = (rows + part - 1) / part;
   // Sums of the parts, which are added in their order: the same each time, whichever thread had which part.
   const std::unique_ptr<float[]> sums(new (std::nothrow) float[parts * features]);
   if (sums == nullptr) return finished(false);
