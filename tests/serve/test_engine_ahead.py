@@ -13,6 +13,7 @@ from engine_models import engine_model
 from capibara.core import ModularCapibaraModel
 from capibara.serve import Engine, Grammar, Request, Sampling
 from capibara.serve.engine.choosing import Choice
+from capibara.serve.engine.several import StepTimes
 
 SIZES: dict[str, Any] = {"max_batch": 4, "page_size": 4, "prefill_tokens": 8, "prefill_chunks": 2}
 GREEDY = Sampling(temperature=0.0)
@@ -60,9 +61,9 @@ def ahead_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     step, read = engine._programs.step, Choice.read
     monkeypatch.setattr(engine, "_host_computes", False)  # as where there is an accelerator
 
-    def planted(shape: Any, cache: Any, inputs: Any, *rest: Any) -> Any:
+    def planted(shape: Any, cache: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
         done.append("ahead" if isinstance(inputs["tokens"], jax.Array) else "step")
-        return step(shape, cache, inputs, *rest)
+        return step(shape, cache, inputs, *rest, **more)
 
     def reads(self: Choice) -> Any:
         done.append("read")
@@ -71,6 +72,11 @@ def ahead_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(engine._programs, "step", planted)
     monkeypatch.setattr(Choice, "read", reads)
     return done
+
+
+def take_at_once(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Have one call write so many tokens of each text where it may write several."""
+    monkeypatch.setattr(StepTimes, "at_once", lambda *_: count)
 
 
 def written(engine: Engine, asked: list[Request]) -> list[Any]:
@@ -92,6 +98,7 @@ def check(texts: list[Any], want: list[Any]) -> None:
 def test_each_step_but_the_first_is_started_before_the_tokens_of_the_last_are_read(
     model: ModularCapibaraModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    take_at_once(monkeypatch, 1)
     with Engine(model, **SIZES, pages=60, warm=False) as engine:
         done = ahead_of(engine, monkeypatch)
         (text,) = written(engine, [Request((1, 2, 3), max_tokens=6, sampling=GREEDY)])
@@ -110,6 +117,7 @@ def test_each_step_but_the_first_is_started_before_the_tokens_of_the_last_are_re
 def test_a_text_that_ends_unexpectedly_takes_one_step_more_and_no_token(
     model: ModularCapibaraModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    take_at_once(monkeypatch, 1)
     with Engine(model, **SIZES, pages=60, warm=False) as engine:
         ((tokens, *_),) = written(engine, [Request((7, 8), max_tokens=12, sampling=GREEDY)])
         at = next(n for n in range(2, 12) if tokens[n] not in tokens[:n])
@@ -127,11 +135,54 @@ def test_a_text_that_ends_unexpectedly_takes_one_step_more_and_no_token(
         assert at + 1 < after.steps - before.steps <= 2 * (at + 2)
 
 
+@pytest.mark.parametrize("at_once", [1, 3, 8])
+def test_a_text_of_the_likeliest_tokens_takes_few_calls(
+    model: ModularCapibaraModel, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [Request((1, 2, 3 + n), max_tokens=18 + n, sampling=GREEDY) for n in range(2)]
+    with Engine(model, **SIZES, pages=60, warm=False, use_cache=False) as engine:
+        want = written(engine, asked)
+    with Engine(model, **SIZES, pages=60, warm=False) as engine:
+        take_at_once(monkeypatch, 1)
+        before = written(engine, asked[:1])
+        take_at_once(monkeypatch, at_once)
+        done = ahead_of(engine, monkeypatch)
+        check(written(engine, asked[:1]), before)
+        # The prompt's step gives the first token, and each call so many of the other 17, as far as they are wanted.
+        calls = -(-17 // at_once)
+        assert (done.count("step"), done.count("ahead")) == (2, calls - 1)
+        check(written(engine, asked), want)
+        found = engine.statistics()
+    assert (found.pages_used, found.generated_tokens) == (0, 18 * 3 + 19)
+
+
+@pytest.mark.parametrize("at_once", [3, 8])
+def test_a_loop_ends_with_the_last_text(
+    model: ModularCapibaraModel, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(model, **SIZES, pages=60, warm=False) as engine:
+        ((tokens, *_),) = written(engine, [Request((7, 8), max_tokens=24, sampling=GREEDY)])
+        at = next(n for n in range(3, 23) if tokens[n] not in tokens[:n])
+        take_at_once(monkeypatch, at_once)
+        steps: list[int] = []
+        monkeypatch.setattr(StepTimes, "finished", lambda *given: steps.append(given[-1]))
+        ends = Request((7, 8), max_tokens=24, sampling=GREEDY, stop_tokens=frozenset({tokens[at]}))
+        ((found, _, finish, _),) = written(engine, [ends])
+        assert (found, finish) == (tokens[:at], "stop")
+        engine.close(drain_s=5)
+        # After the first of them, which the prompt's step gives, every token that was computed is one of the text; the
+        # last is what ends it. The call after that computes none.
+        assert sum(steps) == at
+        assert engine.statistics().pages_used == 0
+
+
+@pytest.mark.parametrize("at_once", [1, 8])
 @pytest.mark.parametrize("pages", [60, 18])
 def test_texts_are_those_of_whole_recomputation(
-    model: ModularCapibaraModel, pages: int, monkeypatch: pytest.MonkeyPatch
+    model: ModularCapibaraModel, pages: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("llguidance")
+    take_at_once(monkeypatch, at_once)
     asked = requests(40, pages)
     with Engine(model, **SIZES, pages=60, use_cache=False) as engine:
         want = written(engine, asked)
@@ -150,9 +201,11 @@ def test_texts_are_those_of_whole_recomputation(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("at_once", [1, 5])
 @pytest.mark.parametrize("kind", ["mixed", "latent", "experts", "mamba"])
-def test_500_random_requests(kind: str) -> None:
+def test_500_random_requests(kind: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("llguidance")
+    take_at_once(monkeypatch, at_once)
     model, asked = engine_model(kind), requests(500, 1)
     with Engine(model, **SIZES, pages=60, use_cache=False) as engine:
         want = written(engine, asked)
@@ -163,7 +216,11 @@ def test_500_random_requests(kind: str) -> None:
             assert engine.statistics().pages_used == 0
 
 
-def test_readers_that_go_away_take_no_pages_with_them(model: ModularCapibaraModel) -> None:
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_readers_that_go_away_take_no_pages_with_them(
+    model: ModularCapibaraModel, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_at_once(monkeypatch, at_once)
     asked = [Request((n, n + 1), max_tokens=40, sampling=GREEDY) for n in range(12)]
     with Engine(model, **SIZES, pages=24) as engine:
         (alone,) = written(engine, asked[:1])

@@ -12,7 +12,6 @@ from capibara.serve.engine.programs import GREEDY, MOST_SCORES, Programs, no_cha
 from capibara.serve.engine.sequences import Sequence
 from capibara.serve.requests import RequestError, TokenScore
 from capibara.serve.row_sampling import Changes, Chosen, rows_of
-from capibara.serve.sampling import GREEDY_BELOW
 
 __all__ = ["Asked", "Choice", "choose_tokens", "start_choice"]
 
@@ -32,13 +31,6 @@ class Asked(NamedTuple):
     def written(self) -> int:
         """How many tokens of the text were generated before it."""
         return self.sequence.written + len(self.after)
-
-    @property
-    def takes_likeliest(self) -> bool:
-        """Whether it is the likeliest token, without a score."""
-        request = self.sequence.request
-        greedy = request.sampling.temperature < GREEDY_BELOW
-        return greedy and request.logprobs is None and not self.sequence.changes_logits
 
 
 def choose_tokens(
@@ -92,7 +84,7 @@ def start_choice(
     Args:
       likeliest: the likeliest token of each row of the logits, if they were found already.
     """
-    if likeliest is not None and all(one.takes_likeliest for one in asked):
+    if likeliest is not None and all(one.sequence.takes_likeliest for one in asked):
         return Choice(Chosen(likeliest, None, None, None), asked, frozenset())
     size = logits.shape[0]
     by_place: list[Asked | None] = [None] * size

@@ -37,6 +37,7 @@ from capibara.serve.engine.limits import check_request, is_integer
 from capibara.serve.engine.pages import PagePool
 from capibara.serve.engine.programs import Programs, pages_in_memory
 from capibara.serve.engine.sequences import Sequence
+from capibara.serve.engine.several import StepTimes, TokenLoop
 from capibara.serve.engine.speculation import DraftModel, Earlier, Speculation, check_speculation
 from capibara.serve.engine.steps import EngineSizes, StartedStep, StepPiece
 from capibara.serve.engine.streams import PieceStream, StoppingText
@@ -210,6 +211,7 @@ class Engine:
         self._refused: tuple[Sequence, int] | None = None
         self._closing, self._closed, self._failed = False, False, ""
         self._progress_at = time.monotonic()
+        self._times = StepTimes()
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
         self._finish_times: deque[float] = deque(maxlen=64)
@@ -722,38 +724,67 @@ class Engine:
                 if piece.last and piece.sequence.finished is None
             ]
             choice = None
-            if asked:
+            if asked and step.count == 1:
+                likeliest = None if step.written is None else step.written.last
                 choice = start_choice(
-                    self._programs, step.logits, asked, self._vocabulary, likeliest=step.tokens
+                    self._programs, step.logits, asked, self._vocabulary, likeliest=likeliest
                 )
-            ahead = None if choice is None else self._start_ahead(step, choice.chosen.tokens)
-            self._finish(step, choice)
+            ahead = self._start_ahead(step, choice) if asked else None
+            if step.count == 1:
+                self._finish(step, choice)
+            else:
+                self._finish_several(step)
+            if step.written is not None and step.written.alive is not None:
+                self._times.finished(step.shape, step.started, step.written.steps)
             self._progress_at = time.monotonic()
             step = ahead
 
-    def _start(self, pieces: list[StepPiece], tokens: Any | None = None) -> StartedStep:
+    def _start(
+        self, pieces: list[StepPiece], tokens: Any | None = None, alive: Any | None = None
+    ) -> StartedStep:
         """Have the device compute a step.
 
         Args:
-          tokens: as for :meth:`EngineSizes.inputs`.
+          tokens: as for :meth:`EngineSizes.inputs`. alive: as of :class:`TokenLoop`, if it is on the device already.
         """
+        started = time.monotonic()
         rows = 1 + max((piece.place for piece in pieces), default=-1)
         chunks = max((-piece.place for piece in pieces), default=0)
         # While programs are compiled beside, a larger one that is there takes less time than waiting for the smallest.
         shape = self._sizes.shape(rows, chunks, self._is_ready if self._programs_left else None)
+        count = self._tokens_at_once(shape, pieces)
         inputs = self._sizes.inputs(shape, pieces, tokens)
         adapter = pieces[0].sequence.adapter if pieces else None
         weights = None if adapter is None else adapter.weights
-        logits, self._cache, likeliest = self._programs.step(shape, self._cache, inputs, weights)
+        loop = None
+        if self._programs.writes_several(shape):
+            ends = [(piece.place, piece.sequence.ends) for piece in pieces]
+            loop = TokenLoop.of(shape.rows, count, ends, alive)
+        logits, self._cache, written = self._programs.step(shape, self._cache, inputs, weights, loop=loop)
         if self._draft is not None:
             late = [p.sequence for p in pieces if p.place >= 0]
             if late:
                 alone = next(s for s in self._sizes.plain if s.rows >= len(late) and not s.chunks)
                 self._draft.catch_up(alone, self._sizes.table, late)
             self._draft.follow(shape, inputs)
-        return StartedStep(pieces, shape, logits, likeliest)
+        return StartedStep(pieces, shape, logits, written, count, started)
 
-    def _start_ahead(self, step: StartedStep, tokens: Any) -> StartedStep | None:
+    def _tokens_at_once(self, shape: StepShape, pieces: list[StepPiece]) -> int:
+        """How many tokens of each text a step of such pieces writes, for which they have pages afterwards."""
+        if not self._programs.writes_several(shape) or self._speculation is not None or not self._use_cache:
+            return 1
+        left = [p.sequence.most - (p.start + 1 - len(p.sequence.request.prompt)) for p in pieces]
+        count = min(self._times.at_once(shape), *left)
+        if count < 2 or not all(piece.sequence.takes_likeliest for piece in pieces):
+            return 1
+        with self._there:
+            if self._may_admit(len(self._running)):
+                return 1
+            # Nobody gives pages back for later tokens.
+            enough = all(self._more_pages(piece.sequence, piece.start + count) for piece in pieces)
+        return count if enough else 1
+
+    def _start_ahead(self, step: StartedStep, choice: Choice | None) -> StartedStep | None:
         """Have the device compute the step after one whose tokens are not known here yet, if it can be said without
         them what that step computes.
 
@@ -762,7 +793,7 @@ class Engine:
         are given to others only by later steps. Nobody gives pages back for a step ahead.
 
         Args:
-          tokens: int32 ``[rows]`` on the device.
+          choice: of the step's tokens; ``None``: several of each text are written by the step itself.
         """
         if step.shape.chunks or self._speculation is not None or not self._use_cache:
             return None
@@ -774,11 +805,11 @@ class Engine:
             pieces = []
             for piece in step.pieces:
                 sequence = piece.sequence
-                last = sequence.written + 1 >= sequence.most
+                last = sequence.written + step.count >= sequence.most
                 if last or sequence.complete or sequence.failure is not None:
                     running.discard(id(sequence))
                 elif sequence.finished is None:
-                    pieces.append(StepPiece(sequence, piece.place, 1, len(sequence.tokens), True))
+                    pieces.append(StepPiece(sequence, piece.place, 1, piece.start + step.count, True))
             if not pieces or self._may_admit(len(running)):
                 return None
             if self._host_computes and any(piece.sequence.changes_logits for piece in pieces):
@@ -788,7 +819,11 @@ class Engine:
             for piece in pieces:
                 if not self._more_pages(piece.sequence, piece.start + 1):
                     return None
-        return self._start(pieces, tokens)
+        written = step.written
+        if written is not None and (choice is None or choice.chosen.tokens is written.last):
+            return self._start(pieces, written.last, written.alive)
+        assert choice is not None
+        return self._start(pieces, choice.chosen.tokens)
 
     def _finish(self, step: StartedStep, choice: Choice | None) -> None:
         """Wait for a step, and hand on what it gives."""
@@ -807,6 +842,21 @@ class Engine:
                 self._remember(sequence)
             for one, token in found:
                 self._take(one.sequence, [token])
+
+    def _finish_several(self, step: StartedStep) -> None:
+        """Wait for a step that writes several tokens of each text, and hand them on."""
+        assert step.written is not None
+        tokens = np.asarray(step.written.tokens)
+        with self._there:
+            self._counts["steps"] += step.count
+            for piece in step.pieces:
+                sequence = piece.sequence
+                for number in range(step.count):
+                    if sequence.finished is not None or sequence.cancelled:
+                        break
+                    sequence.computed = max(sequence.computed, piece.start + number + 1)
+                    self._remember(sequence)
+                    self._take(sequence, [(int(tokens[number, piece.place]), None)])
 
     def _take(self, sequence: Sequence, found: list[tuple[int, Any]]) -> None:
         """Tokens that a step gave to a text."""

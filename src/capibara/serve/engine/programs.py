@@ -25,6 +25,7 @@ from capibara.ops.linalg.chained import chained
 from capibara.ops.linalg.few_rows import MOST_ROWS, few_rows
 from capibara.ops.linalg.joined import joined
 from capibara.ops.registry import for_platform
+from capibara.serve.engine.several import TokenLoop, Written, several_tokens
 from capibara.serve.engine.steps import EngineSizes
 from capibara.serve.row_sampling import Changes, Chosen, choose, likeliest, rows_of
 from capibara.serve.sampling import Sampling
@@ -67,6 +68,7 @@ class Programs:
         self._state = state
         self._leaves, self._tree = jax.tree.flatten((params, state))
         self._weights = self.weights_of(params)
+        self._alone = model.mesh is None and model.backend.platform == "cpu"
         self.writable, self._vocabulary = writable, model.config.model.vocab_size
         self._steps: dict[StepShape, Any] = {}
         self._choices: dict[tuple[int, bool, int], Any] = {}
@@ -122,22 +124,37 @@ class Programs:
         return cache
 
     def step(
-        self, shape: StepShape, cache: Any, inputs: Any, weights: list[Any] | None = None
-    ) -> tuple[jax.Array, Any, jax.Array | None]:
-        """Compute a step: ``(logits, cache, tokens)``; the cache that is given is used up.
+        self,
+        shape: StepShape,
+        cache: Any,
+        inputs: Any,
+        weights: list[Any] | None = None,
+        *,
+        loop: TokenLoop | None = None,
+    ) -> tuple[jax.Array, Any, Written | None]:
+        """Compute a step: ``(logits, cache, written)``; the cache that is given is used up.
 
-        On one CPU device steps of rows also give the likeliest token of each row of logits, int32, those that
+        On one CPU device steps with rows also give the likeliest token of each row of logits, int32, those that
         :meth:`choose` takes at a temperature of 0: another program for that takes several percent of the time of a
-        small model's step. Elsewhere ``tokens`` is ``None``.
+        small model's step. Elsewhere ``written`` is ``None``.
 
         Args:
           weights: other ones than those that the programs were made for (:meth:`weights_of`).
+          loop: how many tokens of each row are written, where the shape's program :meth:`writes_several`; one by
+            default. The logits are then those of the last.
         """
         program = self._steps.get(shape)
         if program is None:
             self._count(shape not in self._steps)
             program = self._compiled_step(shape, cache, inputs)
-        return program(self._weights if weights is None else weights, cache, inputs)
+        given = [self._weights if weights is None else weights, cache, inputs]
+        if self.writes_several(shape):
+            given.append(TokenLoop.of(shape.rows) if loop is None else loop)
+        return program(*given)
+
+    def writes_several(self, shape: StepShape) -> bool:
+        """Whether one call can write several tokens of each row: steps of rows alone, on one CPU device."""
+        return self._alone and shape.rows > 0 and not shape.chunks
 
     def has_step(self, shape: StepShape) -> bool:
         """Whether a step of this shape finds its program there."""
@@ -179,14 +196,13 @@ class Programs:
                 return model.decode_pages(params, inputs, cache, shape, state=state)
 
         run = quantized(decoded) if coded else decoded
-        alone = model.mesh is None and model.backend.platform == "cpu"
 
         def step(weights: list[Any], cache: Any, inputs: Any) -> Any:
             given = iter(weights)
             every = [next(given) if leaf.size else jnp.zeros(leaf.shape, leaf.dtype) for leaf in self._leaves]
             params, state = self._tree.unflatten(every)
             logits, cache = run(params, state, cache, inputs)
-            if not alone or not shape.rows:
+            if not self._alone or not shape.rows:
                 return logits, cache, None
             # A condition, as in `choose`: what its branches read is in memory.
             tokens = jax.lax.cond(
@@ -194,10 +210,18 @@ class Programs:
                 lambda: likeliest(self._writable_only(logits).astype(jnp.float32)),
                 lambda: jnp.zeros(logits.shape[0], jnp.int32),
             )
-            return logits, cache, tokens
+            return (
+                logits,
+                cache,
+                tokens if self.writes_several(shape) else Written(tokens[None], tokens, None),
+            )
 
-        if alone:
+        if self._alone:
             step = (chained if shape.tokens <= MOST_ROWS else joined)(step)
+        given = [self._weights, cache, inputs]
+        if self.writes_several(shape):
+            step = several_tokens(step, self._logits(len(inputs["outputs"])))
+            given.append(TokenLoop.of(shape.rows))
 
         # The cache stays where it is, and logits are wanted whole.
         places = (
@@ -205,8 +229,13 @@ class Programs:
         )
         with self._lowering():
             jitted = jax.jit(step, donate_argnums=1, out_shardings=places)
-            lowered = jitted.lower(self._weights, cache, inputs)
+            lowered = jitted.lower(*given)
         return self._made(f"step of {shape.rows} + {shape.chunks} × {shape.chunk}", lowered)
+
+    def _logits(self, count: int) -> jax.ShapeDtypeStruct:
+        """What a step gives for so many tokens."""
+        dtype = jnp.dtype(self._model.config.precision.accumulate_dtype)
+        return jax.ShapeDtypeStruct((count, self._vocabulary), dtype, sharding=self._whole())
 
     def _writable_only(self, logits: jax.Array) -> jax.Array:
         if self.writable >= self._vocabulary:
@@ -223,13 +252,13 @@ class Programs:
         program = self._choices.get(key)
         if program is None:
             self._count(key not in self._choices)
-            program = self._compiled_choice(key, logits.dtype)
+            program = self._compiled_choice(key)
         return program(logits, rows, changes)
 
-    def _compiled_choice(self, key: tuple[int, bool, int], dtype: Any) -> Any:
-        return self._once("choice", self._choices, key, lambda: self._compile_choice(key, dtype))
+    def _compiled_choice(self, key: tuple[int, bool, int]) -> Any:
+        return self._once("choice", self._choices, key, lambda: self._compile_choice(key))
 
-    def _compile_choice(self, key: tuple[int, bool, int], dtype: Any) -> Any:
+    def _compile_choice(self, key: tuple[int, bool, int]) -> Any:
         vocabulary = self._vocabulary
         size, changed, top = key
 
@@ -239,9 +268,8 @@ class Programs:
 
         rows = rows_of([GREEDY] * size, [0] * size, [0] * size)
         changes = no_changes(size, vocabulary) if changed else None
-        logits = jax.ShapeDtypeStruct((size, vocabulary), dtype, sharding=self._whole())
         with self._lowering():
-            lowered = jax.jit(chosen).lower(logits, rows, changes)
+            lowered = jax.jit(chosen).lower(self._logits(size), rows, changes)
         name = f"choice of {size}{' changed' if changed else ''}{f', {top} scored' if top else ''}"
         return self._made(name, lowered)
 
@@ -255,13 +283,13 @@ class Programs:
         program = self._scores.get(size)
         if program is None:
             self._count(size not in self._scores)
-            program = self._compiled_score(size, logits.dtype)
+            program = self._compiled_score(size)
         return program(logits, targets)
 
-    def _compiled_score(self, size: int, dtype: Any) -> Any:
-        return self._once("score", self._scores, size, lambda: self._compile_score(size, dtype))
+    def _compiled_score(self, size: int) -> Any:
+        return self._once("score", self._scores, size, lambda: self._compile_score(size))
 
-    def _compile_score(self, size: int, dtype: Any) -> Any:
+    def _compile_score(self, size: int) -> Any:
         vocabulary = self._vocabulary
 
         def scores(logits: jax.Array, targets: jax.Array) -> Any:
@@ -270,10 +298,9 @@ class Programs:
             top = jax.lax.top_k(own, min(MOST_SCORES, vocabulary))
             return jnp.take_along_axis(own, targets[:, None], axis=1)[:, 0], *top
 
-        logits = jax.ShapeDtypeStruct((size, vocabulary), dtype, sharding=self._whole())
         targets = jax.ShapeDtypeStruct((size,), jnp.int32)
         with self._lowering():
-            lowered = jax.jit(scores).lower(logits, targets)
+            lowered = jax.jit(scores).lower(self._logits(size), targets)
         return self._made(f"scores of {size}", lowered)
 
     @contextlib.contextmanager
@@ -311,7 +338,6 @@ class Programs:
         """What compiles all that steps of these shapes need: the early ones with plain requests, and the rest."""
         kinds = [(changed, top) for changed in (False, True) for top in (0, MOST_SCORES)]
         sizes = {shape: len(inputs(shape)["outputs"]) for shape in shapes}
-        dtype = jnp.dtype(self._model.config.precision.accumulate_dtype)
         # The arrays themselves are given to the steps that run meanwhile.
         described = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(
@@ -324,7 +350,7 @@ class Programs:
             return lambda: self._compiled_step(shape, described, inputs(shape))
 
         def choice(size: int, kind: tuple[bool, int]) -> Callable[[], Any]:
-            return lambda: self._compiled_choice((size, *kind), dtype)
+            return lambda: self._compiled_choice((size, *kind))
 
         every = sorted(set(sizes.values()))
         soon = dict.fromkeys(sizes[shape] for shape in early)
@@ -340,7 +366,7 @@ class Programs:
         rest += [choice(size, kind) for kind in kinds[1:] for size in every]
         # Of a step without rows every token may be scored.
         scored = {sizes[shape] for shape in shapes if not shape.rows}
-        rest += [lambda size=size: self._compiled_score(size, dtype) for size in sorted(scored)]
+        rest += [lambda size=size: self._compiled_score(size) for size in sorted(scored)]
         return first, rest
 
 

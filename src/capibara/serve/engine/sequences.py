@@ -10,6 +10,7 @@ import numpy as np
 
 from capibara.serve.engine.streams import PieceStream, StoppingText
 from capibara.serve.requests import FinishReason, Piece, Request, RequestError, TokenScore
+from capibara.serve.sampling import GREEDY_BELOW
 
 __all__ = ["Sequence"]
 
@@ -94,6 +95,12 @@ class Sequence:
         """Whether its logits are changed before a token is chosen."""
         few = self.written < self.request.min_tokens and bool(self.ends)
         return self.request.sampling.changes_logits or self.grammar is not None or few
+
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether its next token is the likeliest one, without a score."""
+        greedy = self.request.sampling.temperature < GREEDY_BELOW
+        return greedy and self.request.logprobs is None and not self.changes_logits
 
     def add(self, token: int, score: TokenScore | None) -> FinishReason | None:
         """Take the next token, and tell the reader; the reason why the text ends with it, if it does."""

@@ -16,6 +16,7 @@ from capibara.core.encoders import require_decoder
 from capibara.core.paged import StepShape
 from capibara.errors import ConfigError
 from capibara.serve.engine.sequences import Sequence
+from capibara.serve.engine.several import Written
 
 __all__ = ["EngineSizes", "StartedStep", "StepPiece"]
 
@@ -42,15 +43,20 @@ class StepPiece:
 
 @dataclass
 class StartedStep:
-    """A step that the device computes: its pieces, its shape, and the logits that it will give.
+    """A step that the device computes.
 
-    ``tokens``: the likeliest ones, where its program chooses them (:meth:`Programs.step`).
+    Attributes:
+      pieces, shape: of it. logits: that it will give. written: the likeliest tokens, where its program chooses them
+        (:meth:`Programs.step`). count: how many of each text that has not ended.
+      started: when, in ``time.monotonic`` seconds.
     """
 
     pieces: list[StepPiece]
     shape: StepShape
     logits: Any
-    tokens: Any | None
+    written: Written | None
+    count: int
+    started: float
 
 
 @dataclass(frozen=True)

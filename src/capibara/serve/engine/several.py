@@ -1,0 +1,138 @@
+"""Several of the likeliest tokens of each text by one call of a step's program.
+
+Between two steps Python takes what a step gave, hands it on and calls the next program with all weights of the model.
+On the processor that computes the steps, too, that takes time from them: of a small model a tenth. So the program of a
+step of rows is a loop, which takes the likeliest token of each row as the next one itself, as often as it is asked to,
+and ends where every text has ended.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from capibara.core.paged import StepShape
+
+__all__ = ["MOST_ENDS", "MOST_TOKENS", "StepTimes", "TokenLoop", "Written", "several_tokens"]
+
+MOST_TOKENS = 8
+"""The most tokens of each text by one call."""
+MOST_ENDS = 8
+"""The most token ids that end a text of which a loop knows; the others are found when its tokens are handed on."""
+_AT_ONCE_S = 0.02  # that one call may take: a request that comes meanwhile waits for two such calls
+
+
+class StepTimes:
+    """How long steps of rows take, and so how many of them one call may compute."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[StepShape, float] = {}
+        self._last = -math.inf
+
+    def at_once(self, shape: StepShape) -> int:
+        """Of how many steps a call takes no longer than who waits for it should; 1 where nothing is known."""
+        return min(MOST_TOKENS, max(1, int(_AT_ONCE_S / self._seconds.get(shape, _AT_ONCE_S))))
+
+    def finished(self, shape: StepShape, started: float, steps: int) -> None:
+        """Note that steps have finished now, which began when those before them had.
+
+        Args:
+          started: when they were asked for, in ``time.monotonic`` seconds. steps: how many were computed.
+        """
+        now = time.monotonic()
+        since, self._last = max(started, self._last), now
+        if steps:
+            each = max(1e-6, (now - since) / steps)
+            self._seconds[shape] = (self._seconds.get(shape, each) + each) / 2
+
+
+class TokenLoop(NamedTuple):
+    """How far a loop goes.
+
+    Attributes:
+      tokens: int32 scalar, how many of each text, at most :data:`MOST_TOKENS`.
+      alive: bool ``[rows]``: whose tokens are wanted, the loop ends without any.
+      ends: int32 ``[rows, MOST_ENDS]``: the token ids after which none is wanted, below 0 where there are fewer.
+    """
+
+    tokens: Any
+    alive: Any
+    ends: Any
+
+    @classmethod
+    def of(
+        cls,
+        rows: int,
+        tokens: int = 1,
+        ends: Iterable[tuple[int, Iterable[int]]] | None = None,
+        alive: Any | None = None,
+    ) -> TokenLoop:
+        """A loop over so many rows; by default one token of all of them.
+
+        Args:
+          ends: the rows that are used, and the token ids that end each. alive: by default these rows.
+        """
+        wanted, after = np.full(rows, ends is None), np.full((rows, MOST_ENDS), -1, np.int32)
+        for row, ids in ends or ():
+            some = list(ids)[:MOST_ENDS]
+            wanted[row], after[row, : len(some)] = True, some
+        return cls(np.int32(tokens), wanted if alive is None else alive, after)
+
+
+class Written(NamedTuple):
+    """What a loop wrote.
+
+    Attributes:
+      tokens: int32 ``[MOST_TOKENS, rows]``, below 0 after a text's end.
+      last: int32 ``[rows]``, the last of each.
+      alive: bool ``[rows]``, which of them have not ended; ``None`` of a step that is no loop.
+    """
+
+    tokens: Any
+    last: Any
+    alive: Any | None
+
+    @property
+    def steps(self) -> int:
+        """How many were computed; waits for them."""
+        return int((np.asarray(self.tokens) >= 0).any(axis=1).sum())
+
+
+def several_tokens(
+    step: Callable[..., tuple[Any, Any, Any]], logits: jax.ShapeDtypeStruct
+) -> Callable[..., tuple[Any, Any, Written]]:
+    """A step of rows as a loop of them: ``(weights, cache, inputs, loop)`` to ``(logits, cache, written)``.
+
+    Args:
+      step: from weights, cache and inputs to logits, cache and the likeliest token of each row.
+      logits: what it gives.
+    """
+
+    def run(weights: Any, cache: Any, inputs: dict[str, Any], loop: TokenLoop) -> tuple[Any, Any, Written]:
+
+        def goes_on(carry: Any) -> Any:
+            count, _, _, written = carry
+            return (count < loop.tokens) & written.alive.any()
+
+        def one(carry: Any) -> Any:
+            count, cache, _, (tokens, last, alive) = carry
+            now = inputs | {"tokens": last, "starts": inputs["starts"] + count}
+            found_logits, cache, found = step(weights, cache, now)
+            tokens = jax.lax.dynamic_update_index_in_dim(tokens, jnp.where(alive, found, -1), count, 0)
+            last = jnp.where(alive, found, last)
+            alive &= (found[:, None] != loop.ends).all(axis=1)
+            return count + 1, cache, found_logits, Written(tokens, last, alive)
+
+        none = jnp.full((MOST_TOKENS, *loop.alive.shape), -1, jnp.int32)
+        start = Written(none, inputs["tokens"], loop.alive)
+        empty = jnp.zeros(logits.shape, logits.dtype)
+        _, cache, last, written = jax.lax.while_loop(goes_on, one, (jnp.int32(0), cache, empty, start))
+        return last, cache, written
+
+    return run

@@ -1,0 +1,111 @@
+"""A loop of steps gives what a step at a time does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from capibara.core.paged import StepShape
+from capibara.serve.engine import several
+from capibara.serve.engine.several import MOST_ENDS, MOST_TOKENS, StepTimes, TokenLoop, several_tokens
+
+ROWS, VOCABULARY = 3, 11
+
+
+def step(weights: Any, cache: Any, inputs: Any) -> Any:
+    """Tokens that depend on all that came before in their row, which the cache holds."""
+    cache = cache % 1009 * weights + inputs["tokens"] + inputs["starts"]
+    tokens = (cache % VOCABULARY).astype(jnp.int32)
+    return jax.nn.one_hot(tokens, VOCABULARY), cache, tokens
+
+
+run = jax.jit(several_tokens(step, jax.ShapeDtypeStruct((ROWS, VOCABULARY), jnp.float32)))
+
+
+def by_hand(
+    tokens: list[int], starts: list[int], count: int, ends: list[list[int]], alive: list[bool]
+) -> tuple[list[list[int]], list[int], list[bool], list[int]]:
+    """In plain Python: each row's tokens, its last one, whether it has not ended, and what the cache holds."""
+    cache, last, alive, written = [1] * ROWS, list(tokens), list(alive), [[] for _ in range(ROWS)]
+    for n in range(count):
+        if not any(alive):
+            break
+        for row in range(ROWS):
+            cache[row] = cache[row] % 1009 * 7 + last[row] + starts[row] + n
+            if alive[row]:
+                last[row] = cache[row] % VOCABULARY
+                written[row].append(last[row])
+        alive = [alive[row] and last[row] not in ends[row] for row in range(ROWS)]
+    return written, last, alive, cache
+
+
+a_row = st.lists(st.integers(0, VOCABULARY - 1), max_size=MOST_ENDS)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.lists(st.integers(0, VOCABULARY - 1), min_size=ROWS, max_size=ROWS),
+    starts=st.lists(st.integers(0, 50), min_size=ROWS, max_size=ROWS),
+    count=st.integers(1, MOST_TOKENS),
+    ends=st.lists(a_row, min_size=ROWS, max_size=ROWS),
+    alive=st.lists(st.booleans(), min_size=ROWS, max_size=ROWS),
+)
+def test_a_loop_is_one_step_after_another(
+    tokens: list[int], starts: list[int], count: int, ends: list[list[int]], alive: list[bool]
+) -> None:
+    loop = TokenLoop.of(ROWS, count, list(enumerate(ends)), np.array(alive))
+    inputs = {"tokens": np.array(tokens, np.int32), "starts": np.array(starts, np.int32)}
+    logits, cache, written = run(np.int32(7), np.ones(ROWS, np.int32), inputs, loop)
+    want, last, left, held = by_hand(tokens, starts, count, ends, alive)
+    for row in range(ROWS):
+        found = np.asarray(written.tokens)[:, row]
+        assert found[: len(want[row])].tolist() == want[row]
+        assert (found[len(want[row]) :] == -1).all()
+    assert np.asarray(written.last).tolist() == last
+    assert np.asarray(written.alive).tolist() == left
+    assert np.asarray(cache).tolist() == held
+    assert written.steps == max(map(len, want))
+    for row in range(ROWS):
+        if len(want[row]) == written.steps and want[row]:
+            assert int(np.asarray(logits)[row].argmax()) == want[row][-1]
+
+
+def test_by_default_every_row_gets_one_token_whatever_it_is() -> None:
+    loop = TokenLoop.of(4)
+    assert (int(loop.tokens), loop.alive.tolist()) == (1, [True] * 4)
+    assert (loop.ends < 0).all()
+    # Only rows that are used, and as many of their ends as there is room for.
+    some = TokenLoop.of(4, 5, [(2, range(100))])
+    assert (int(some.tokens), some.alive.tolist()) == (5, [False, False, True, False])
+    assert (some.ends[2] >= 0).all()
+    assert (some.ends[[0, 1, 3]] < 0).all()
+
+
+def test_slow_steps_are_taken_one_at_a_time_and_fast_ones_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(several.time, "monotonic", lambda: now[0])
+    times, shape, other = StepTimes(), StepShape(1, 0, 1), StepShape(4, 0, 1)
+    assert times.at_once(shape) == 1
+    started = now[0]
+    for _ in range(8):  # five at once, each asked for before those before it have finished
+        now[0] += 0.0245
+        times.finished(shape, started, 5)
+        started = now[0] - 0.02
+    assert times.at_once(shape) == 4
+    assert times.at_once(other) == 1
+    times.finished(shape, now[0], 0)  # none was computed: nothing is learned
+    assert times.at_once(shape) == 4
+    for _ in range(12):
+        now[0] += 0.001
+        times.finished(shape, now[0] - 0.0001, 1)
+    assert times.at_once(shape) == MOST_TOKENS
+    for _ in range(12):
+        now[0] += 0.5
+        times.finished(shape, now[0] - 0.5, 1)
+    assert times.at_once(shape) == 1
