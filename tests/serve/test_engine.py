@@ -298,7 +298,7 @@ def test_a_step_that_fails_ends_every_text_and_is_seen(
     engine = Engine(model, max_batch=2, pages=16, page_size=4, warm=False, max_length=32)
     assert engine.stalled_s() == 0
 
-    def broken(*_: Any) -> Any:
+    def broken(*_: Any, **__: Any) -> Any:
         raise MemoryError("planted")
 
     monkeypatch.setattr(engine._programs, "step", broken)

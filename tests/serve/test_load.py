@@ -160,7 +160,7 @@ def test_health_turns_red_when_no_step_finishes(how: str, monkeypatch: pytest.Mo
         body = {"prompt": "x", "max_tokens": 4}
         assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
 
-        def step(*_: Any) -> Any:
+        def step(*_: Any, **__: Any) -> Any:
             if how == "ends":
                 raise SystemExit("the thread is gone")
             released.wait(60)

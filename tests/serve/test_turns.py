@@ -50,10 +50,10 @@ def test_what_would_wait_too_long_is_refused_at_once(monkeypatch: pytest.MonkeyP
         there, go = threading.Event(), threading.Event()
         step = engine._programs.step
 
-        def held(*args: Any) -> Any:
+        def held(*args: Any, **options: Any) -> Any:
             there.set()
             assert go.wait(60)
-            return step(*args)
+            return step(*args, **options)
 
         monkeypatch.setattr(engine._programs, "step", held)
         try:
