@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capibara.core.paged import StepShape
-from capibara.serve.engine import several
 from capibara.serve.engine.several import MOST_ENDS, MOST_TOKENS, StepTimes, TokenLoop, several_tokens
+from capibara.serve.engine.steps import EngineSizes, StepPiece
+from capibara.serve.requests import Request
+from capibara.serve.row_sampling import SamplingRows
+from capibara.serve.sampling import Sampling
 
 ROWS, VOCABULARY = 3, 11
+SIZES = EngineSizes(4, 32, 4, 33, 16, 2)
 
 
-def step(weights: Any, cache: Any, inputs: Any) -> Any:
-    """Tokens that depend on all that came before in their row, which the cache holds."""
-    cache = cache % 1009 * weights + inputs["tokens"] + inputs["starts"]
+def step(weights: Any, cache: Any, inputs: Any, sampling: SamplingRows) -> Any:
+    """Tokens that depend on all that came before in their row, which the cache holds, and on their number."""
+    cache = cache % 1009 * weights + inputs["tokens"] + inputs["starts"] + 5 * sampling.number
     tokens = (cache % VOCABULARY).astype(jnp.int32)
     return jax.nn.one_hot(tokens, VOCABULARY), cache, tokens
 
@@ -37,7 +41,7 @@ def by_hand(
         if not any(alive):
             break
         for row in range(ROWS):
-            cache[row] = cache[row] % 1009 * 7 + last[row] + starts[row] + n
+            cache[row] = cache[row] % 1009 * 7 + last[row] + starts[row] + n + 5 * (row + n)
             if alive[row]:
                 last[row] = cache[row] % VOCABULARY
                 written[row].append(last[row])
@@ -59,7 +63,11 @@ a_row = st.lists(st.integers(0, VOCABULARY - 1), max_size=MOST_ENDS)
 def test_a_loop_is_one_step_after_another(
     tokens: list[int], starts: list[int], count: int, ends: list[list[int]], alive: list[bool]
 ) -> None:
-    loop = TokenLoop.of(ROWS, count, list(enumerate(ends)), np.array(alive))
+    after = np.full((ROWS, MOST_ENDS), -1, np.int32)
+    for row, ids in enumerate(ends):
+        after[row, : len(ids)] = ids
+    sampling = TokenLoop.once(ROWS).sampling._replace(number=np.arange(ROWS, dtype=np.int32))
+    loop = TokenLoop(np.int32(count), np.array(alive), after, sampling)
     inputs = {"tokens": np.array(tokens, np.int32), "starts": np.array(starts, np.int32)}
     logits, cache, written = run(np.int32(7), np.ones(ROWS, np.int32), inputs, loop)
     want, last, left, held = by_hand(tokens, starts, count, ends, alive)
@@ -76,21 +84,29 @@ def test_a_loop_is_one_step_after_another(
             assert int(np.asarray(logits)[row].argmax()) == want[row][-1]
 
 
-def test_by_default_every_row_gets_one_token_whatever_it_is() -> None:
-    loop = TokenLoop.of(4)
-    assert (int(loop.tokens), loop.alive.tolist()) == (1, [True] * 4)
-    assert (loop.ends < 0).all()
-    # Only rows that are used, and as many of their ends as there is room for.
-    some = TokenLoop.of(4, 5, [(2, range(100))])
-    assert (int(some.tokens), some.alive.tolist()) == (5, [False, False, True, False])
-    assert (some.ends[2] >= 0).all()
-    assert (some.ends[[0, 1, 3]] < 0).all()
+def test_a_loop_knows_the_rows_that_are_used_and_what_each_asks_for() -> None:
+    sampling = Sampling(temperature=0.5, top_k=3)
+    request = Request((1, 2, 3), sampling=sampling, stop_tokens=frozenset(range(100)))
+    text: Any = SimpleNamespace(request=request, seed=9, ends=request.stop_tokens)
+    # The prompt and four tokens; the step reads the last.
+    shape = StepShape(4, 0, 1)
+    loop = SIZES.loop(shape, [StepPiece(text, 2, 1, 6, True)], 5)
+    assert (int(loop.tokens), loop.alive.tolist()) == (5, [False, False, True, False])
+    # As many of its ends as there is room for.
+    assert (loop.ends[2] >= 0).all()
+    assert (loop.ends[[0, 1, 3]] < 0).all()
+    assert [float(array[2]) for array in loop.sampling] == [0.5, 3, 1, 0, 9, 4]
+    assert (loop.sampling.temperature[[0, 1, 3]] == 0).all()
+    # Beside prompts: the first token follows the prompt.
+    mixed = SIZES.loop(StepShape(1, 2, 8), [StepPiece(text, -2, 3, 0, True)], 1)
+    assert mixed.alive.tolist() == [False, False, True]
+    assert mixed.sampling.number.tolist() == [0, 0, 0]
+    assert mixed.sampling.seed.tolist() == [0, 0, 9]
 
 
-def test_slow_steps_are_taken_one_at_a_time_and_fast_ones_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_steps_are_taken_one_at_a_time_and_fast_ones_together() -> None:
     now = [100.0]
-    monkeypatch.setattr(several.time, "monotonic", lambda: now[0])
-    times, shape, other = StepTimes(), StepShape(1, 0, 1), StepShape(4, 0, 1)
+    times, shape, other = StepTimes(lambda: now[0]), StepShape(1, 0, 1), StepShape(4, 0, 1)
     assert times.at_once(shape) == 1
     started = now[0]
     for _ in range(8):  # five at once, each asked for before those before it have finished

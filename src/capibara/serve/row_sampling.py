@@ -18,7 +18,16 @@ from jax import lax
 
 from capibara.serve.sampling import GREEDY_BELOW, Sampling
 
-__all__ = ["Changes", "Chosen", "SamplingRows", "choose", "keep_likeliest", "likeliest", "rows_of"]
+__all__ = [
+    "Changes",
+    "Chosen",
+    "SamplingRows",
+    "choose",
+    "choose_alone",
+    "keep_likeliest",
+    "likeliest",
+    "rows_of",
+]
 
 # Likeliest tokens among which the last one that is kept mostly is.
 _FIRST = 256
@@ -96,19 +105,23 @@ def choose(logits: jax.Array, rows: SamplingRows, changes: Changes | None = None
     """
     logits = logits.astype(jnp.float32)
     own = jax.nn.log_softmax(logits, axis=-1)
-    changed = logits if changes is None else _changed(logits, changes)
-    greedy = rows.temperature < GREEDY_BELOW
-    # Where every row is greedy nothing is drawn, and where no row leaves tokens out nothing is sorted.
-    tokens = lax.cond(
-        jnp.all(greedy),
-        lambda: likeliest(changed),
-        lambda: jnp.where(greedy, likeliest(changed), _drawn(changed, rows, greedy)),
-    )
+    tokens = choose_alone(logits if changes is None else _changed(logits, changes), rows)
     logprobs = jnp.take_along_axis(own, tokens[:, None], axis=1)[:, 0]
     top_logprobs, top_tokens = (
         lax.top_k(own, top) if top else (own[:, :0], jnp.zeros((own.shape[0], 0), jnp.int32))
     )
     return Chosen(tokens, logprobs, top_tokens, top_logprobs)
+
+
+def choose_alone(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+    """The tokens that :func:`choose` chooses from float32 logits without changes, int32, and nothing else."""
+    greedy = rows.temperature < GREEDY_BELOW
+    # Where every row is greedy nothing is drawn, and where no row leaves tokens out nothing is sorted.
+    return lax.cond(
+        jnp.all(greedy),
+        lambda: likeliest(logits),
+        lambda: jnp.where(greedy, likeliest(logits), _drawn(logits, rows, greedy)),
+    )
 
 
 def likeliest(logits: jax.Array) -> jax.Array:

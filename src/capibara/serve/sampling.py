@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from capibara.errors import ConfigError
 
-__all__ = ["GREEDY_BELOW", "Sampling", "keep_min_p", "keep_top_k", "keep_top_p", "sample"]
+__all__ = ["GREEDY", "GREEDY_BELOW", "Sampling", "keep_min_p", "keep_top_k", "keep_top_p", "sample"]
 
 
 GREEDY_BELOW = 1e-5
@@ -84,6 +84,10 @@ class Sampling:
         """Whether penalties or biases change the logits."""
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1
         return any(penalties) or bool(self.logit_bias)
+
+
+GREEDY = Sampling(temperature=0.0)
+"""Always the likeliest token."""
 
 
 def _ranks(logits: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from capibara.serve.engine.programs import GREEDY, MOST_SCORES, Programs, no_changes
+from capibara.serve.engine.programs import MOST_SCORES, Programs, no_changes
 from capibara.serve.engine.sequences import Sequence
+from capibara.serve.engine.several import Written
 from capibara.serve.requests import RequestError, TokenScore
 from capibara.serve.row_sampling import Changes, Chosen, rows_of
+from capibara.serve.sampling import GREEDY
 
 __all__ = ["Asked", "Choice", "choose_tokens", "start_choice"]
 
@@ -77,15 +79,15 @@ class Choice:
 
 
 def start_choice(
-    programs: Programs, logits: Any, asked: Row[Asked], vocabulary: int, *, likeliest: Any | None = None
+    programs: Programs, logits: Any, asked: Row[Asked], vocabulary: int, *, written: Written | None = None
 ) -> Choice:
     """As :func:`choose_tokens`, without waiting for the tokens.
 
     Args:
-      likeliest: the likeliest token of each row of the logits, if they were found already.
+      written: what the program of the step has chosen.
     """
-    if likeliest is not None and all(one.sequence.takes_likeliest for one in asked):
-        return Choice(Chosen(likeliest, None, None, None), asked, frozenset())
+    if written is not None and all(one.sequence.is_plain for one in asked):
+        return Choice(Chosen(written.last, None, None, None), asked, frozenset())
     size = logits.shape[0]
     by_place: list[Asked | None] = [None] * size
     for one in asked:

@@ -37,7 +37,7 @@ from capibara.serve.engine.limits import check_request, is_integer
 from capibara.serve.engine.pages import PagePool
 from capibara.serve.engine.programs import Programs, pages_in_memory
 from capibara.serve.engine.sequences import Sequence
-from capibara.serve.engine.several import StepTimes, TokenLoop
+from capibara.serve.engine.several import StepTimes
 from capibara.serve.engine.speculation import DraftModel, Earlier, Speculation, check_speculation
 from capibara.serve.engine.steps import EngineSizes, StartedStep, StepPiece
 from capibara.serve.engine.streams import PieceStream, StoppingText
@@ -240,7 +240,7 @@ class Engine:
         )
         if self._draft is not None:
             more = self._draft.programs.to_compile(
-                self._sizes.plain, self._draft.cache, self._sizes.inputs, early=self._sizes.early
+                self._sizes.plain, self._draft.cache, self._sizes.inputs, early=self._sizes.early, apart=True
             )
             first, rest = first + more[0], rest + more[1]
         return first, rest
@@ -725,9 +725,8 @@ class Engine:
             ]
             choice = None
             if asked and step.count == 1:
-                likeliest = None if step.written is None else step.written.last
                 choice = start_choice(
-                    self._programs, step.logits, asked, self._vocabulary, likeliest=likeliest
+                    self._programs, step.logits, asked, self._vocabulary, written=step.written
                 )
             ahead = self._start_ahead(step, choice) if asked else None
             if step.count == 1:
@@ -756,10 +755,7 @@ class Engine:
         inputs = self._sizes.inputs(shape, pieces, tokens)
         adapter = pieces[0].sequence.adapter if pieces else None
         weights = None if adapter is None else adapter.weights
-        loop = None
-        if self._programs.writes_several(shape):
-            ends = [(piece.place, piece.sequence.ends) for piece in pieces]
-            loop = TokenLoop.of(shape.rows, count, ends, alive)
+        loop = self._sizes.loop(shape, pieces, count, alive) if self._programs.chooses(shape) else None
         logits, self._cache, written = self._programs.step(shape, self._cache, inputs, weights, loop=loop)
         if self._draft is not None:
             late = [p.sequence for p in pieces if p.place >= 0]
@@ -773,9 +769,9 @@ class Engine:
         """How many tokens of each text a step of such pieces writes, for which they have pages afterwards."""
         if not self._programs.writes_several(shape) or self._speculation is not None or not self._use_cache:
             return 1
-        left = [p.sequence.most - (p.start + 1 - len(p.sequence.request.prompt)) for p in pieces]
+        left = [piece.sequence.most - piece.written for piece in pieces]
         count = min(self._times.at_once(shape), *left)
-        if count < 2 or not all(piece.sequence.takes_likeliest for piece in pieces):
+        if count < 2 or not all(piece.sequence.is_plain for piece in pieces):
             return 1
         with self._there:
             if self._may_admit(len(self._running)):

@@ -25,14 +25,13 @@ from capibara.ops.linalg.chained import chained
 from capibara.ops.linalg.few_rows import MOST_ROWS, few_rows
 from capibara.ops.linalg.joined import joined
 from capibara.ops.registry import for_platform
-from capibara.serve.engine.several import TokenLoop, Written, several_tokens
+from capibara.serve.engine.several import TokenLoop, Written, one_token, several_tokens
 from capibara.serve.engine.steps import EngineSizes
-from capibara.serve.row_sampling import Changes, Chosen, choose, likeliest, rows_of
-from capibara.serve.sampling import Sampling
+from capibara.serve.row_sampling import Changes, Chosen, SamplingRows, choose, choose_alone, rows_of
+from capibara.serve.sampling import GREEDY
 
-__all__ = ["GREEDY", "MOST_SCORES", "Programs", "no_changes", "page_bytes", "pages_in_memory"]
+__all__ = ["MOST_SCORES", "Programs", "no_changes", "page_bytes", "pages_in_memory"]
 
-GREEDY = Sampling(temperature=0.0)
 MOST_SCORES = 20
 """The most alternatives that are given with a token."""
 _lowering_lock = threading.RLock()  # of a setting of the whole process
@@ -134,27 +133,30 @@ class Programs:
     ) -> tuple[jax.Array, Any, Written | None]:
         """Compute a step: ``(logits, cache, written)``; the cache that is given is used up.
 
-        On one CPU device steps with rows also give the likeliest token of each row of logits, int32, those that
-        :meth:`choose` takes at a temperature of 0: another program for that takes several percent of the time of a
-        small model's step. Elsewhere ``written`` is ``None``.
+        A program that :meth:`chooses` also gives the tokens that :meth:`choose` would without changes: another program
+        for that takes several percent of the time of a small model's step. Elsewhere ``written`` is ``None``.
 
         Args:
           weights: other ones than those that the programs were made for (:meth:`weights_of`).
-          loop: how many tokens of each row are written, where the shape's program :meth:`writes_several`; one by
-            default. The logits are then those of the last.
+          loop: how tokens are chosen, by default the likeliest, and how many where the program
+            :meth:`writes_several`, by default one. The logits are those of the last.
         """
         program = self._steps.get(shape)
         if program is None:
             self._count(shape not in self._steps)
             program = self._compiled_step(shape, cache, inputs)
         given = [self._weights if weights is None else weights, cache, inputs]
-        if self.writes_several(shape):
-            given.append(TokenLoop.of(shape.rows) if loop is None else loop)
+        if self.chooses(shape):
+            given.append(TokenLoop.once(shape.sequences) if loop is None else loop)
         return program(*given)
 
+    def chooses(self, shape: StepShape) -> bool:
+        """Whether the program of such a step chooses tokens: of steps with rows, on one CPU device."""
+        return self._alone and shape.rows > 0
+
     def writes_several(self, shape: StepShape) -> bool:
-        """Whether one call can write several tokens of each row: steps of rows alone, on one CPU device."""
-        return self._alone and shape.rows > 0 and not shape.chunks
+        """Whether one call can write several tokens of each row: steps that choose tokens of rows alone."""
+        return self.chooses(shape) and not shape.chunks
 
     def has_step(self, shape: StepShape) -> bool:
         """Whether a step of this shape finds its program there."""
@@ -197,31 +199,24 @@ class Programs:
 
         run = quantized(decoded) if coded else decoded
 
-        def step(weights: list[Any], cache: Any, inputs: Any) -> Any:
+        def step(weights: list[Any], cache: Any, inputs: Any, sampling: SamplingRows | None = None) -> Any:
             given = iter(weights)
             every = [next(given) if leaf.size else jnp.zeros(leaf.shape, leaf.dtype) for leaf in self._leaves]
             params, state = self._tree.unflatten(every)
             logits, cache = run(params, state, cache, inputs)
-            if not self._alone or not shape.rows:
+            if sampling is None:
                 return logits, cache, None
-            # A condition, as in `choose`: what its branches read is in memory.
-            tokens = jax.lax.cond(
-                inputs["counts"][0] >= 0,
-                lambda: likeliest(self._writable_only(logits).astype(jnp.float32)),
-                lambda: jnp.zeros(logits.shape[0], jnp.int32),
-            )
-            return (
-                logits,
-                cache,
-                tokens if self.writes_several(shape) else Written(tokens[None], tokens, None),
-            )
+            return logits, cache, choose_alone(self._writable_only(logits).astype(jnp.float32), sampling)
 
         if self._alone:
             step = (chained if shape.tokens <= MOST_ROWS else joined)(step)
         given = [self._weights, cache, inputs]
         if self.writes_several(shape):
-            step = several_tokens(step, self._logits(len(inputs["outputs"])))
-            given.append(TokenLoop.of(shape.rows))
+            step = several_tokens(step, self._logits(shape.rows))
+        elif self.chooses(shape):
+            step = one_token(step)
+        if self.chooses(shape):
+            given.append(TokenLoop.once(shape.sequences))
 
         # The cache stays where it is, and logits are wanted whole.
         places = (
@@ -334,8 +329,13 @@ class Programs:
         inputs: Callable[[StepShape], Any],
         *,
         early: Sequence[StepShape] = (),
+        apart: bool = False,
     ) -> tuple[list[Callable[[], Any]], list[Callable[[], Any]]]:
-        """What compiles all that steps of these shapes need: the early ones with plain requests, and the rest."""
+        """What compiles all that steps of these shapes need: the early ones with plain requests, and the rest.
+
+        Args:
+          apart: whether tokens are chosen by programs of their own even where those of steps choose them.
+        """
         kinds = [(changed, top) for changed in (False, True) for top in (0, MOST_SCORES)]
         sizes = {shape: len(inputs(shape)["outputs"]) for shape in shapes}
         # The arrays themselves are given to the steps that run meanwhile.
@@ -353,16 +353,16 @@ class Programs:
             return lambda: self._compiled_choice((size, *kind))
 
         every = sorted(set(sizes.values()))
-        soon = dict.fromkeys(sizes[shape] for shape in early)
-        first = [*map(step, early), *(choice(size, kinds[0]) for size in soon)]
         # A step is of use once its plain requests can go on.
+        first: list[Callable[[], Any]] = []
         rest: list[Callable[[], Any]] = []
-        for shape in shapes:
-            if shape not in early:
-                rest.append(step(shape))
-            if sizes[shape] not in soon:
-                soon[sizes[shape]] = None
-                rest.append(choice(sizes[shape], kinds[0]))
+        plain = set[int]()
+        for shape in [*early, *(shape for shape in shapes if shape not in early)]:
+            work = first if shape in early else rest
+            work.append(step(shape))
+            if sizes[shape] not in plain and (apart or not self.chooses(shape)):
+                plain.add(sizes[shape])
+                work.append(choice(sizes[shape], kinds[0]))
         rest += [choice(size, kind) for kind in kinds[1:] for size in every]
         # Of a step without rows every token may be scored.
         scored = {sizes[shape] for shape in shapes if not shape.rows}

@@ -10,7 +10,6 @@ import numpy as np
 
 from capibara.serve.engine.streams import PieceStream, StoppingText
 from capibara.serve.requests import FinishReason, Piece, Request, RequestError, TokenScore
-from capibara.serve.sampling import GREEDY_BELOW
 
 __all__ = ["Sequence"]
 
@@ -97,10 +96,9 @@ class Sequence:
         return self.request.sampling.changes_logits or self.grammar is not None or few
 
     @property
-    def takes_likeliest(self) -> bool:
-        """Whether its next token is the likeliest one, without a score."""
-        greedy = self.request.sampling.temperature < GREEDY_BELOW
-        return greedy and self.request.logprobs is None and not self.changes_logits
+    def is_plain(self) -> bool:
+        """Whether its next token is chosen from the model's own logits, and nobody wants a score of it."""
+        return self.request.logprobs is None and not self.changes_logits
 
     def add(self, token: int, score: TokenScore | None) -> FinishReason | None:
         """Take the next token, and tell the reader; the reason why the text ends with it, if it does."""

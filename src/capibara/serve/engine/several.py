@@ -1,16 +1,16 @@
-"""Several of the likeliest tokens of each text by one call of a step's program.
+"""Several tokens of each text by one call of a step's program.
 
 Between two steps Python takes what a step gave, hands it on and calls the next program with all weights of the model.
 On the processor that computes the steps, too, that takes time from them: of a small model a tenth. So the program of a
-step of rows is a loop, which takes the likeliest token of each row as the next one itself, as often as it is asked to,
-and ends where every text has ended.
+step of rows is a loop, which chooses the next token of each row itself, as often as it is asked to, and ends where
+every text has ended.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,8 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from capibara.core.paged import StepShape
+from capibara.serve.row_sampling import SamplingRows, rows_of
+from capibara.serve.sampling import GREEDY
 
-__all__ = ["MOST_ENDS", "MOST_TOKENS", "StepTimes", "TokenLoop", "Written", "several_tokens"]
+__all__ = ["MOST_ENDS", "MOST_TOKENS", "StepTimes", "TokenLoop", "Written", "one_token", "several_tokens"]
 
 MOST_TOKENS = 8
 """The most tokens of each text by one call."""
@@ -29,9 +31,14 @@ _AT_ONCE_S = 0.02  # that one call may take: a request that comes meanwhile wait
 
 
 class StepTimes:
-    """How long steps of rows take, and so how many of them one call may compute."""
+    """How long steps of rows take, and so how many of them one call may compute.
 
-    def __init__(self) -> None:
+    Args:
+      clock: gives seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._seconds: dict[StepShape, float] = {}
         self._last = -math.inf
 
@@ -43,9 +50,9 @@ class StepTimes:
         """Note that steps have finished now, which began when those before them had.
 
         Args:
-          started: when they were asked for, in ``time.monotonic`` seconds. steps: how many were computed.
+          started: when they were asked for, by the clock. steps: how many were computed.
         """
-        now = time.monotonic()
+        now = self._clock()
         since, self._last = max(started, self._last), now
         if steps:
             each = max(1e-6, (now - since) / steps)
@@ -59,30 +66,20 @@ class TokenLoop(NamedTuple):
       tokens: int32 scalar, how many of each text, at most :data:`MOST_TOKENS`.
       alive: bool ``[rows]``: whose tokens are wanted, the loop ends without any.
       ends: int32 ``[rows, MOST_ENDS]``: the token ids after which none is wanted, below 0 where there are fewer.
+      sampling: how the first token of each row is chosen; those after it have the numbers after its.
     """
 
     tokens: Any
     alive: Any
     ends: Any
+    sampling: SamplingRows
 
     @classmethod
-    def of(
-        cls,
-        rows: int,
-        tokens: int = 1,
-        ends: Iterable[tuple[int, Iterable[int]]] | None = None,
-        alive: Any | None = None,
-    ) -> TokenLoop:
-        """A loop over so many rows; by default one token of all of them.
-
-        Args:
-          ends: the rows that are used, and the token ids that end each. alive: by default these rows.
-        """
-        wanted, after = np.full(rows, ends is None), np.full((rows, MOST_ENDS), -1, np.int32)
-        for row, ids in ends or ():
-            some = list(ids)[:MOST_ENDS]
-            wanted[row], after[row, : len(some)] = True, some
-        return cls(np.int32(tokens), wanted if alive is None else alive, after)
+    def once(cls, rows: int) -> TokenLoop:
+        """One token of every row, the likeliest."""
+        none = [0] * rows
+        greedy = rows_of([GREEDY] * rows, none, none)
+        return cls(np.int32(1), np.ones(rows, bool), np.full((rows, MOST_ENDS), -1, np.int32), greedy)
 
 
 class Written(NamedTuple):
@@ -104,13 +101,23 @@ class Written(NamedTuple):
         return int((np.asarray(self.tokens) >= 0).any(axis=1).sum())
 
 
+def one_token(step: Callable[..., tuple[Any, Any, Any]]) -> Callable[..., tuple[Any, Any, Written]]:
+    """A step with rows and prompts, called as what :func:`several_tokens` makes of one: one token of each."""
+
+    def run(weights: Any, cache: Any, inputs: dict[str, Any], loop: TokenLoop) -> tuple[Any, Any, Written]:
+        logits, cache, tokens = step(weights, cache, inputs, loop.sampling)
+        return logits, cache, Written(tokens[None], tokens, None)
+
+    return run
+
+
 def several_tokens(
     step: Callable[..., tuple[Any, Any, Any]], logits: jax.ShapeDtypeStruct
 ) -> Callable[..., tuple[Any, Any, Written]]:
     """A step of rows as a loop of them: ``(weights, cache, inputs, loop)`` to ``(logits, cache, written)``.
 
     Args:
-      step: from weights, cache and inputs to logits, cache and the likeliest token of each row.
+      step: from weights, cache, inputs and sampling to logits, cache and the next token of each row.
       logits: what it gives.
     """
 
@@ -123,7 +130,8 @@ def several_tokens(
         def one(carry: Any) -> Any:
             count, cache, _, (tokens, last, alive) = carry
             now = inputs | {"tokens": last, "starts": inputs["starts"] + count}
-            found_logits, cache, found = step(weights, cache, now)
+            sampling = loop.sampling._replace(number=loop.sampling.number + count)
+            found_logits, cache, found = step(weights, cache, now, sampling)
             tokens = jax.lax.dynamic_update_index_in_dim(tokens, jnp.where(alive, found, -1), count, 0)
             last = jnp.where(alive, found, last)
             alive &= (found[:, None] != loop.ends).all(axis=1)

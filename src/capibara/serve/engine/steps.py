@@ -16,7 +16,9 @@ from capibara.core.encoders import require_decoder
 from capibara.core.paged import StepShape
 from capibara.errors import ConfigError
 from capibara.serve.engine.sequences import Sequence
-from capibara.serve.engine.several import Written
+from capibara.serve.engine.several import MOST_ENDS, TokenLoop, Written
+from capibara.serve.row_sampling import rows_of
+from capibara.serve.sampling import GREEDY
 
 __all__ = ["EngineSizes", "StartedStep", "StepPiece"]
 
@@ -40,13 +42,18 @@ class StepPiece:
     start: int
     last: bool
 
+    @property
+    def written(self) -> int:
+        """How many tokens of the text were generated before the one that follows."""
+        return self.start + self.count - len(self.sequence.request.prompt)
+
 
 @dataclass
 class StartedStep:
     """A step that the device computes.
 
     Attributes:
-      pieces, shape: of it. logits: that it will give. written: the likeliest tokens, where its program chooses them
+      pieces, shape: of it. logits: that it will give. written: the tokens, where its program chooses them
         (:meth:`Programs.step`). count: how many of each text that has not ended.
       started: when, in ``time.monotonic`` seconds.
     """
@@ -212,6 +219,29 @@ class EngineSizes:
             found["slots"][place] = piece.sequence.slot
             found["outputs"][place] = first + piece.count - 1
         return found
+
+    def loop(
+        self, shape: StepShape, pieces: Row[StepPiece], tokens: int, alive: Any | None = None
+    ) -> TokenLoop:
+        """How the tokens of a step are chosen, and how many of each text, for :meth:`Programs.step`.
+
+        Args:
+          alive: bool ``[sequences]``, where it is on the device already; by default those that are used.
+        """
+        by_place: list[StepPiece | None] = [None] * shape.sequences
+        ends = np.full((shape.sequences, MOST_ENDS), -1, np.int32)
+        for piece in pieces:
+            place = self.place(shape, piece)
+            by_place[place] = piece
+            some = list(piece.sequence.ends)[:MOST_ENDS]
+            ends[place, : len(some)] = some
+        sampling = rows_of(
+            [piece.sequence.request.sampling if piece else GREEDY for piece in by_place],
+            [piece.sequence.seed if piece else 0 for piece in by_place],
+            [piece.written if piece else 0 for piece in by_place],
+        )
+        used = np.array([piece is not None for piece in by_place]) if alive is None else alive
+        return TokenLoop(np.int32(tokens), used, ends, sampling)
 
     @staticmethod
     def place(shape: StepShape, piece: StepPiece) -> int:
