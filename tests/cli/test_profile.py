@@ -144,6 +144,7 @@ def test_the_exit_code_is_the_scripts(script: Path):
     assert "mine" in done.stderr  # standard output is the JSON
 
 
+@pytest.mark.slow
 def test_files_of_ones_own_stay(script: Path, tmp_path: Path):
     for name in ("plugins", "programs"):
         (tmp_path / name).mkdir()
@@ -185,6 +186,7 @@ def test_a_script_without_jax(tmp_path: Path):
     assert "ran no compiled program" in done.stderr
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

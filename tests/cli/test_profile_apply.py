@@ -174,7 +174,7 @@ def capibara(*arguments: str | Path, **options: Any) -> subprocess.CompletedProc
     )
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("kind", SCRIPTS)
 def test_a_remedy_is_tried(kind: str, tmp_path: Path):
     script, words = SCRIPTS[kind]
@@ -211,7 +211,7 @@ def tried_on(case: str, tmp_path: Path, repeats: int) -> dict[str, Any]:
     return tried
 
 
-@pytest.mark.thin(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WAITING)
 def test_a_remedy_of_the_host_or_of_loops_is_tried(case: str, tmp_path: Path):
     tried_on(case, tmp_path, 1)
@@ -226,6 +226,7 @@ def test_a_remedy_saves_what_was_predicted(case: str, tmp_path: Path):
     assert tried["gain"] == pytest.approx(tried["predicted_gain"], abs=0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pipe", pytest.param("file", marks=pytest.mark.slow)])
 def test_each_run_reads_the_same_input(kind: str, tmp_path: Path):
     """From where the file was, and though the program does not read to the end."""

@@ -111,7 +111,7 @@ def runs_in(path: Path) -> int:
     return len(found)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("kind", SCRIPTS)
 def test_a_script_with_traces_of_its_own(kind: str, tmp_path: Path):
     script, runs, missing, each = SCRIPTS[kind]

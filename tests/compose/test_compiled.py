@@ -67,6 +67,7 @@ def test_evaluate_gives_outputs_and_gradients() -> None:
     np.testing.assert_allclose(gradients["bias"], np.full(64, 32.0))
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 @pytest.mark.parametrize("mode", ["scan", "unroll"])
 def test_repeat_equals_the_block_applied_in_turn(mode: str, remat: str) -> None:

@@ -73,6 +73,7 @@ def ran(axes: str, changes: str) -> dict[str, Any]:
     return run_apart(PROGRAM, f"[{axes}, {changes}]", XLA_FLAGS=emulated(8))
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize(
     ("axes", "changes", "fewer"),
     [

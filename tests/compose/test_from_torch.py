@@ -171,7 +171,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(9)
 @pytest.mark.parametrize(("case", "backend", "dtype"), RUNS)
 def test_values_are_those_of_torch(case: str, backend: str, dtype: str) -> None:
     imported, inputs, expected = traced(case)

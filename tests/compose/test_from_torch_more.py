@@ -332,7 +332,7 @@ def compared(case: str, backend: Any, tolerance: float) -> None:
         np.testing.assert_allclose(got, want.numpy(), rtol=tolerance, atol=tolerance, err_msg=key)
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(12)
 @pytest.mark.parametrize("case", CASES)
 def test_values_are_those_of_torch_in_float64(case: str) -> None:
     compared(case, ml.NumpyBackend(dtype="float64"), 1e-10)

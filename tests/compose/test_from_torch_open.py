@@ -48,7 +48,7 @@ def given(compiled: Any, arrays: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(12)
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("case", OPEN)
 def test_values_and_gradients_at_other_sizes(case: str, name: str) -> None:
@@ -75,6 +75,7 @@ def test_values_and_gradients_at_other_sizes(case: str, name: str) -> None:
             )
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("case", OPEN)
 def test_exported_and_read_again_it_runs_at_other_sizes(case: str, tmp_path: Any) -> None:
     module, imported = traced(case)
@@ -131,6 +132,7 @@ class Computed(torch.nn.Module):
         return self.function(x)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("case", AS_NUMBERS)
 def test_open_sizes_as_numbers_are_those_of_the_call(case: str) -> None:
     module = Computed(AS_NUMBERS[case])

@@ -182,6 +182,7 @@ def test_every_golden_file_is_of_a_model() -> None:
     assert {p.stem for p in GOLDEN.glob("*.py")} == {f.__name__ for f in MODELS}
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("make", MODELS, ids=lambda f: f.__name__)
 def test_golden_file_runs_by_itself(make: Any) -> None:
     model, arguments = make()

@@ -581,7 +581,7 @@ def found() -> Any:
     return run(CASES)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(12)
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(name: str, found: Any) -> None:
     check(f"language/{name}", CASES[name], found[name])

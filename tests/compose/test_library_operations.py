@@ -498,7 +498,7 @@ def found() -> Iterator[Any]:
     jax.clear_caches()
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(12)
 @pytest.mark.parametrize("name", CASES)
 def test_against_torch(name: str, found: Any) -> None:
     check(f"operations/{name}", CASES[name], found[name])

@@ -324,7 +324,7 @@ class Run:
         )
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(9)
 @pytest.mark.parametrize("name", CASES)
 def test_all_backends_agree(name: str) -> None:
     first = Run(name, "jax")

@@ -199,7 +199,7 @@ def by_torch(op: str, arrays: list[np.ndarray], options: dict[str, Any]) -> tupl
     return [o.detach().numpy() for o in out], [b.numpy() for b in back]
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(12)
 @pytest.mark.parametrize("name", CASES)
 def test_as_on_jax(name: str) -> None:
     want, back = by_jax(*CASES[name])

@@ -35,6 +35,7 @@ def counted(model: ModularCapibaraModel, length: int, training: bool = False) ->
     return count.total / (2 * length)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("kind", ["attention", "grouped", "multi_query", "vq", "untied", "latent"])
 @pytest.mark.parametrize("mode", ["scan", "unroll"])
 def test_flops_equal_those_of_the_program(kind: str, mode: str) -> None:

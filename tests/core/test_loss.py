@@ -30,7 +30,7 @@ def from_logits(model: ModularCapibaraModel, params: Any, tokens: Any, state: An
     return loss + outputs.get("auxiliary_loss", 0.0), after
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("few", [api.FEW_LOGITS, 0], ids=["whole", "chunks"])
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_the_loss_of_the_logits(case: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,6 +102,7 @@ print("RESULT" + json.dumps(out))
 """
 
 
+@pytest.mark.slow
 def test_losses_of_tokens_on_a_mesh_are_those_of_one_device() -> None:
     found = run_apart(ON_A_MESH, XLA_FLAGS=emulated(4))
     assert len(found) == 6

@@ -113,6 +113,7 @@ def scheduled(
 FEW = ("attention", "mixed", "latent")
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     "kind",
     [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.slow) for kind in [*KINDS, *FURTHER]],
@@ -149,6 +150,7 @@ def largest_floats(text: str) -> int:
     return max(math.prod(int(size) for size in shape.split("x") if size) for shape in shapes)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("kind", ["latent", "windows and sinks"])
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 @pytest.mark.parametrize("shape", [StepShape(2), StepShape(0, 1, 9)])

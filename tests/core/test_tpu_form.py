@@ -42,6 +42,7 @@ def loss_and_gradients(settings: dict[str, Any], params: Any = None) -> tuple[An
     return params, *run(params)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("more", "close"),
     [
@@ -91,6 +92,7 @@ def wanted() -> list[float]:
     return trained(BFLOAT16, 50)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", ["scan", pytest.param("unroll", marks=pytest.mark.slow)])
 def test_fifty_steps_of_training_stay_together(layers, wanted, monkeypatch) -> None:
     """In bfloat16: as far apart at the end as its rounding makes them."""

@@ -48,6 +48,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: place / kind for kind in KINDS}
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_read_as_the_folder_is(kind: str, folders: dict[str, Path]) -> None:
     archives = compressed(folders[kind])

@@ -70,7 +70,7 @@ def test_older_files_mean_what_newer_ones_do(name: str, tmp_path: Path) -> None:
     assert old == new
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", quick(ONE_EACH))
 def test_logits_and_a_folder_that_comes_back(name: str, tmp_path: Path, recorded: Any) -> None:
     source = folder_of(name, tmp_path)

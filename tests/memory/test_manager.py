@@ -91,6 +91,7 @@ def test_freed_even_if_the_body_fails():
         scope.own(3)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("compression_enabled", [True, False])
 def test_evicts_at_the_threshold(compression_enabled):
     manager = manager_of(20, cleanup_threshold=0.5, compression_enabled=compression_enabled)
@@ -346,6 +347,7 @@ def test_a_reservation_counts_what_is_on_one_device():
     assert bytes_on_a_device(jax.random.key(0)) == 8
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("enabled", [True, False])
 def test_prefetching_reserves_and_refuses_a_depth_below_one(enabled):
     manager = manager_of(2, cleanup_threshold=1, prefetch_enabled=enabled)

@@ -196,6 +196,7 @@ def test_needless_exchange_is_found():
     assert found["f1"] >= 0.95, found["verdicts"]
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("planted", [*TUNED_ON, *HELD_OUT], ids=lambda one: one.name)
 def test_the_remedy_changes_no_result(planted):
     pair = planted.make(planted.sizes[0])

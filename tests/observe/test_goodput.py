@@ -674,6 +674,7 @@ def mesh(**sizes: int) -> list[str]:
     return Layout(mesh=tuple(sizes.items())).overrides()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_and_goes_on_with_another_mesh(tmp_path: Path):
     """SIGKILL while it trains on four devices, SIGKILL while it compiles for two, and an end on one."""
     (tmp_path / "text.txt").write_text(TEXT)
@@ -744,6 +745,7 @@ print("RESULT", json.dumps([d.after for d in scaler.decisions]))
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_moves_to_other_devices(tmp_path: Path):
     settings = ["train.steps=12", "batch_size=8", *mesh(data=2, model=2)]
     began = time.time()

@@ -211,6 +211,7 @@ def failed(report: dict[str, Any]) -> list[str]:
     return [name for name, ok in verdicts(report).items() if ok is False]
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", ["healthy", "steady", "cube", "part"])
 def test_no_false_alarm_on_healthy_devices(runs: dict[str, Any], name: str) -> None:
     report = runs[name]

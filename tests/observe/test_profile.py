@@ -132,6 +132,7 @@ def quick_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture_module, "_measured", lambda dtype: (1e11, 1e10))
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("case", CASES)
 def test_flops_are_the_closed_form(case: str):
     function, arguments, expected = CASES[case]
@@ -602,6 +603,7 @@ print("RESULT", json.dumps([found.flops, found.reasons.get("flops", "")]))
 """
 
 
+@pytest.mark.slow
 def test_programs_from_the_persistent_cache(tmp_path: Path):
     """They have other numbers in the trace than in the runtime's list: one is found, two like it are not guessed."""
     for _ in range(2):

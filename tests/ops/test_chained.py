@@ -192,6 +192,7 @@ def test_gates_far_from_zero() -> None:
     np.testing.assert_allclose(got, 2 * jax.nn.silu(gates), rtol=1e-6, atol=1e-36)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", instruction_sets())
 def test_other_instruction_sets(name: str) -> None:
     program = """

@@ -297,6 +297,7 @@ def test_arguments_that_do_not_fit(arrays: Any, options: Any, error: type[Except
         cross_entropy(*arrays, **options)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_chunks_for_tpus_have_the_same_losses_and_gradients(softcap: float | None) -> None:
     random = np.random.default_rng(7)

@@ -51,6 +51,7 @@ def test_every_operation_has_a_public_function_and_a_typical_call():
         assert name in TYPICAL_CALLS, name
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_lowered_program_has_what_explain_says(name, platform):

@@ -102,6 +102,7 @@ def test_only_where_it_is_asked_for() -> None:
     assert count_flops(product, x, w).total == 2 * 4 * 512 * 512
 
 
+@pytest.mark.thin(2)
 @native
 @pytest.mark.parametrize("name", instruction_sets())
 def test_other_instruction_sets(name: str) -> None:

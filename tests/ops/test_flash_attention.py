@@ -34,7 +34,7 @@ def run(arrays: dict[str, Any], options: dict[str, Any], implementation: str) ->
     return flash_attention(**arrays, **options, implementation=implementation)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(9)
 @pytest.mark.parametrize("spec", CHECKED, ids=lambda s: s.name)
 def test_value_is_the_definition_and_gradient_that_of_the_reference(spec):
     arrays, options = make(spec)

@@ -139,6 +139,7 @@ def check_rotation(shape: tuple[int, ...], lead: tuple[int, ...], pairs: int) ->
     check_like(layers.rotate, lambda x, cos, sin: rotary(x, cos=cos, sin=sin), numbers(0, *shape), *tables)
 
 
+@pytest.mark.thin(3)
 @native
 @pytest.mark.parametrize("sizes", PRODUCTS)
 def test_products(sizes: tuple[int, int, tuple[int, ...]]) -> None:
@@ -152,6 +153,7 @@ def test_products_of_any_sizes(rows: int, inner: int, columns: list[int]) -> Non
     check_products(rows, inner, tuple(columns))
 
 
+@pytest.mark.thin(3)
 @native
 @pytest.mark.parametrize("shape", NORMS)
 def test_norms(shape: tuple[int, ...]) -> None:
@@ -170,6 +172,7 @@ def test_rotations(shape: tuple[int, ...], lead: tuple[int, ...], pairs: int) ->
     check_rotation(shape, lead, pairs)
 
 
+@pytest.mark.thin(2)
 @native
 @pytest.mark.parametrize("name", instruction_sets())
 def test_other_instruction_sets(name: str) -> None:

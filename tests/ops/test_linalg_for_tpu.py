@@ -64,6 +64,7 @@ def compiled(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     return request.param, json.loads(result.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_what_explain_says_is_in_the_program(compiled):
     _, found = compiled
     assert found["svd"]["explain"] == "xla"

@@ -84,7 +84,7 @@ def test_the_library_is_there_and_says_its_instruction_set():
     assert native.isa() in ("avx512", "avx2", "neon", "baseline")
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(9)
 @pytest.mark.parametrize("spec", CHECKED, ids=lambda s: s.name)
 def test_value_and_gradient(spec):
     arrays, options = make(spec)

@@ -115,6 +115,7 @@ def test_cpus_choose_it():
     assert found.total >= 2 * 2 * case["table"].shape[1] * 4 * (8 + 8)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", instruction_sets())
 def test_other_instruction_sets(name: str) -> None:
     program = """

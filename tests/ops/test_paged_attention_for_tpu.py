@@ -61,7 +61,7 @@ def arrays(
     return query, key, value, device_array(case["table"]), device_array(case["lengths"])
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(9)
 @pytest.mark.parametrize(
     ("shape", "options"),
     [

@@ -166,6 +166,7 @@ def whole_heads(heads: int, features: int, dtype: Any = jnp.float32) -> tuple[ja
     return x, ahead, jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("heads", "features"), [(2, 128), (4, 64), (1, 256)])
 @pytest.mark.parametrize("by_row", [False, True])
 def test_kernel_has_the_values_and_derivatives_of_the_plain_form(

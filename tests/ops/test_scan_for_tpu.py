@@ -75,6 +75,7 @@ def found(request: pytest.FixtureRequest) -> dict[str, Any]:
     return ask(SCRIPT, *request.param.split())
 
 
+@pytest.mark.slow
 def test_what_explain_says_is_in_the_program(found):
     for name, row in found.items():
         assert row["explain"] == ("xla" if name in CHUNKED else "reference"), name

@@ -71,7 +71,7 @@ def test_all_are_here():
     assert set(SMOOTH) <= set(NAMES)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(9)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in NAMES]
 )

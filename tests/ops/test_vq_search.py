@@ -46,6 +46,7 @@ def draw(spec, seed=0):
     return tuple(rng.normal(size=shape) for shape in spec.shapes())
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("metric", ["euclidean", "cosine"])
 @pytest.mark.parametrize("spec", tagged(SPECS, "small"), ids=lambda s: s.name)
 def test_every_implementation_is_the_definition(spec, metric):

@@ -263,6 +263,7 @@ def test_passes(path: str, expected: str):
     assert pass_of(path) == expected
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_a_plan_says_where_its_time_goes(tmp_path: Path):
     """Compiled for a TPU: the lines of a model's generated code are its parts."""

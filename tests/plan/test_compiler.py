@@ -72,6 +72,7 @@ def test_a_program_its_memory_its_text_and_the_cache(cache):
     assert again.text == found.text
 
 
+@pytest.mark.thin(2)
 @needs_libtpu
 @pytest.mark.parametrize("view", ["chip", "core"])
 def test_a_scheduled_program_is_the_compiled_one_without_cycles(cache, view):
@@ -106,6 +107,7 @@ def test_a_scheduled_program_is_the_compiled_one_without_cycles(cache, view):
     assert compile_program(asked, cache=cache, schedule=True).complete
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_rows_stay_where_they_are_for_norms_of_divided_features(cache):
     """Where the order of an array is given, XLA gathers the rows of all devices."""
@@ -522,6 +524,7 @@ def test_keys_depend_on_everything(tmp_path):
     assert len(keys) == 10
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_generated_code_is_told_though_its_model_is_gone(tmp_path):
     """The collector takes the model at some time after the program is lowered: here it did while buffers were read."""

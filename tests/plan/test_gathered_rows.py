@@ -27,6 +27,7 @@ SETTINGS = (
 )
 
 
+@pytest.mark.thin(2)
 @needs_libtpu
 @pytest.mark.parametrize(
     "settings", ["model.norm_placement=after", "model.norm_placement=both model.norm=layer"]

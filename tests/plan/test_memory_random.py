@@ -49,12 +49,14 @@ def test_they_are_many_and_of_all_kinds():
     assert len(one_row) >= 20
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("program", ACCEPTED, ids=name_of)
 def test_arguments_are_exact(program):
     """Up to a few dozen of the smallest buffers, of 512 bytes."""
     assert program.estimate.arguments == pytest.approx(program.arguments, rel=0.002, abs=64 * 512)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("program", ACCEPTED, ids=name_of)
 def test_the_estimate_is_within_a_tenth_of_the_compiler(program):
     assert program.estimate.total == pytest.approx(program.total, rel=0.10)

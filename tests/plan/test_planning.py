@@ -449,6 +449,7 @@ def test_only_the_compiler_knows_the_least_memory():
         plan(tiny(), "v4:2x2x1", compile=False, least_memory=True)
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_the_compiler_keeps_to_a_limit(tmp_path):
     """It refuses a program that takes more, and with --least-memory it makes one smaller, or says that it cannot."""

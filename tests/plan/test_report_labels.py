@@ -72,6 +72,7 @@ def test_columns_are_not_repeated_where_they_suffice():
     assert sharding_word(sharded) == "sharded, optimizer too"
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("topology", ["v4-32", "v5p:2x2x1"])
 @pytest.mark.parametrize("settings", [[], ["model.experts.count=8", "model.experts.per_token=2"]])
 def test_rows_of_whole_plans_differ(topology, settings):

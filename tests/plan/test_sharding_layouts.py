@@ -119,6 +119,7 @@ def parts_of(strategy: ShardingStrategy) -> list[tuple[int, ...]]:
     return [s.shard_shape(a.shape) for a, s in zip(strategy, flat, strict=True)]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("mesh", list(MESHES))
 @pytest.mark.parametrize("name", list(SETTINGS))
 def test_a_strategy_is_what_plan_picks_on_the_same_mesh(name: str, mesh: str) -> None:

@@ -168,6 +168,7 @@ def test_a_mesh_of_chosen_devices() -> None:
     assert out["first"] == [0, 1]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("target", ["throughput", "memory"])
 def test_a_model_on_a_mesh_gives_what_it_gave(target: str) -> None:
     row = found()["model"][target]

@@ -159,6 +159,7 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
         write_bundle(tmp_path / "new", model, *arrays, sizes_of(model), **more)
 
 
+@pytest.mark.slow
 def test_an_earlier_bundle_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
     folder, model = tmp_path / "programs", model_of()
     first = bundle_of(folder, model)

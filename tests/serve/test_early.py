@@ -29,6 +29,7 @@ def tokens(engine: Engine) -> list[int]:
     return [token for piece in engine.submit(ASKED) for token in piece.tokens]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("pages", [None, 20])
 def test_an_engine_takes_them(tmp_path: Path, pages: int | None) -> None:
     early = EarlyPrograms(config_of(), tmp_path, pages=pages, **SIZES)
@@ -43,6 +44,7 @@ def test_an_engine_takes_them(tmp_path: Path, pages: int | None) -> None:
         assert engine.statistics().compilations > 0
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("other", [{"model.mlp_dim": 24}, {"model.rope_theta": 77.0}])
 def test_those_of_another_model_are_left(tmp_path: Path, other: dict[str, Any]) -> None:
     early = EarlyPrograms(config_of(**other), tmp_path, **SIZES)

@@ -400,6 +400,7 @@ def test_what_could_become_a_stop_string_is_held_back(text: str, stop: tuple[str
     assert found == want
 
 
+@pytest.mark.thin(2)
 @pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler: there are no kernels to call")
 @pytest.mark.parametrize("tied", [False, True])
 def test_products_of_one_token_share_calls(tied: bool) -> None:

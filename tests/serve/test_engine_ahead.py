@@ -216,6 +216,7 @@ def test_500_random_requests(kind: str, at_once: int, monkeypatch: pytest.Monkey
             assert engine.statistics().pages_used == 0
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("at_once", [1, 4])
 def test_readers_that_go_away_take_no_pages_with_them(
     model: ModularCapibaraModel, at_once: int, monkeypatch: pytest.MonkeyPatch

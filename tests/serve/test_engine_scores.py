@@ -94,6 +94,7 @@ def test_scores_are_those_of_the_whole_text(kind: str, more: dict[str, Any]) -> 
         check(model, engine, [again, dataclasses.replace(again, prompt_logprobs=1)])
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("most", [0, 1, 3])
 def test_scores_that_are_complete_before_the_last_piece_are_sent_once(most: int) -> None:
     model = model_of("grouped")

@@ -75,6 +75,7 @@ def without(model: ModularCapibaraModel) -> tuple[list[Request], list[Any], int]
     return asked, texts, statistics.steps
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("pages", [60, 17])
 def test_guesses_from_the_text_itself(model: ModularCapibaraModel, without: Any, pages: int) -> None:
     asked, want, steps = without
@@ -85,6 +86,7 @@ def test_guesses_from_the_text_itself(model: ModularCapibaraModel, without: Any,
     assert statistics.steps < steps or statistics.preemptions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pages", [60, pytest.param(17, marks=pytest.mark.slow)])
 def test_guesses_of_the_model_itself_are_all_right(
     model: ModularCapibaraModel, without: Any, pages: int
@@ -109,6 +111,7 @@ def test_guesses_of_another_model(kind: str, without: Any, model: ModularCapibar
     assert statistics.guessed_tokens > statistics.right_guesses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_texts_with_penalties_are_guessed(model: ModularCapibaraModel, draft: bool) -> None:
     random = np.random.default_rng(3)
@@ -207,6 +210,7 @@ def grammars_without(model: ModularCapibaraModel) -> tuple[list[Request], list[A
     return asked, texts, statistics.steps
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("draft", "pages"),
     [
@@ -236,6 +240,7 @@ def test_texts_with_grammars_are_guessed(
         assert statistics.right_guesses > 0.9 * statistics.guessed_tokens
 
 
+@pytest.mark.slow
 def test_what_a_grammar_leaves_no_choice_about_is_guessed(model: ModularCapibaraModel) -> None:
     pytest.importorskip("llguidance")
     grammar = Grammar("regex", "(yesterday|tomorrow), (always|never), (friday|monday)")

@@ -30,6 +30,7 @@ def apart(tree: Any) -> list[Layers]:
     return [leaf for leaf in leaves if isinstance(leaf, Layers)]
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_a_model_gives_the_same(kind: str) -> None:
     model = model_of(kind)

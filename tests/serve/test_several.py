@@ -59,16 +59,20 @@ a_row = st.lists(st.integers(0, VOCABULARY - 1), max_size=MOST_ENDS)
     count=st.integers(1, MOST_TOKENS),
     ends=st.lists(a_row, min_size=ROWS, max_size=ROWS),
     alive=st.lists(st.booleans(), min_size=ROWS, max_size=ROWS),
+    part=st.integers(0, 1),
 )
 def test_a_loop_is_one_step_after_another(
-    tokens: list[int], starts: list[int], count: int, ends: list[list[int]], alive: list[bool]
+    tokens: list[int], starts: list[int], count: int, ends: list[list[int]], alive: list[bool], part: int
 ) -> None:
     after = np.full((ROWS, MOST_ENDS), -1, np.int32)
     for row, ids in enumerate(ends):
         after[row, : len(ids)] = ids
     sampling = TokenLoop.once(ROWS).sampling._replace(number=np.arange(ROWS, dtype=np.int32))
     loop = TokenLoop(np.int32(count), np.array(alive), after, sampling)
-    inputs = {"tokens": np.array(tokens, np.int32), "starts": np.array(starts, np.int32)}
+    # Rows that are not used are not alive, whatever is known of them.
+    counts = np.array([1, part, 1], np.int32)
+    inputs = {"tokens": np.array(tokens, np.int32), "starts": np.array(starts, np.int32), "counts": counts}
+    alive = [alive[0], alive[1] and part == 1, alive[2]]
     logits, cache, written = run(np.int32(7), np.ones(ROWS, np.int32), inputs, loop)
     want, last, left, held = by_hand(tokens, starts, count, ends, alive)
     for row in range(ROWS):

@@ -105,6 +105,7 @@ def test_gradients_are_those_of_the_merged_weights() -> None:
     np.testing.assert_allclose(got["lora_b"], 2 * np.einsum("lir,lio->lro", own["lora_a"], weight), atol=1e-5)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_step_trains_adapters_only(microbatches: int) -> None:
     config = ADAPTED.config
@@ -170,6 +171,7 @@ MIXTURE = [
 LOW = ("finetune.method=lora", "finetune.rank=3", "finetune.alpha=6")
 
 
+@pytest.mark.slow
 def test_experts_have_adapters_of_their_own() -> None:
     plain, model = (
         model_with(*MIXTURE, "experts.first_dense=1"),

@@ -178,6 +178,7 @@ def test_every_device_holds_the_part_that_it_should(found: Any) -> None:
     assert sum(whole for whole, _ in sizes) == 8 * sum(part for _, part in sizes)
 
 
+@pytest.mark.slow
 def test_a_changed_layout_is_said(found: Any) -> None:
     for name in ("to moments", "to host", "to one", "from one"):
         run = found["runs"][name]
@@ -255,7 +256,7 @@ def test_the_step_is_the_one_that_was_planned() -> None:
     )
 
 
-@pytest.mark.thin(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adafactor", "muon", "sgd"])
 def test_the_step_of_another_optimizer_is_the_one_that_was_planned(name: str) -> None:
     wide = ["model.embed_dim=128", f"optimizer.name={name}"]

@@ -105,7 +105,7 @@ def final_state(folder: Path) -> bytes:
     return b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves((params, state)))
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(
     ("bad", "factor", "settings"),
     [

@@ -53,6 +53,7 @@ def trained(overrides: list[str], count: int) -> tuple[list[dict[str, float]], A
     return metrics, now.params, program
 
 
+@pytest.mark.thin(3)
 @pytest.mark.skipif(native.problem() is not None, reason=f"no native kernels here: {native.problem()}")
 @pytest.mark.parametrize("form", FORMS)
 def test_steps_are_those_of_plain_jax(form: str, monkeypatch: pytest.MonkeyPatch) -> None:

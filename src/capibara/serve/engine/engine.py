@@ -733,7 +733,7 @@ class Engine:
                 self._finish(step, choice)
             else:
                 self._finish_several(step)
-            if step.written is not None and step.written.alive is not None:
+            if asked and step.written is not None and step.written.alive is not None:
                 self._times.finished(step.shape, step.started, step.written.steps)
             self._progress_at = time.monotonic()
             step = ahead
@@ -766,27 +766,37 @@ class Engine:
         return StartedStep(pieces, shape, logits, written, count, started)
 
     def _tokens_at_once(self, shape: StepShape, pieces: list[StepPiece]) -> int:
-        """How many tokens of each text a step of such pieces writes, for which they have pages afterwards."""
+        """How many tokens of each text a step of such pieces writes; takes the pages for them."""
         if not self._programs.writes_several(shape) or self._speculation is not None or not self._use_cache:
             return 1
-        left = [piece.sequence.most - piece.written for piece in pieces]
-        count = min(self._times.at_once(shape), *left)
+        count = min(self._times.at_once(shape), *(piece.sequence.most - piece.written for piece in pieces))
         if count < 2 or not all(piece.sequence.is_plain for piece in pieces):
             return 1
         with self._there:
-            if self._may_admit(len(self._running)):
+            # A text that ends within a call leaves its place to none of those that wait, and turns are a step each.
+            if self._waiting or len({sequence.turn for sequence in self._running}) > 1:
                 return 1
             # Nobody gives pages back for later tokens.
-            enough = all(self._more_pages(piece.sequence, piece.start + count) for piece in pieces)
-        return count if enough else 1
+            while count > 1 and self._missing_pages(pieces, count) > self._pool.available:
+                count -= 1
+            if count > 1:
+                for piece in pieces:
+                    self._more_pages(piece.sequence, piece.start + count)
+        return count
+
+    def _missing_pages(self, pieces: list[StepPiece], count: int) -> int:
+        """How many pages texts need beside their own for so many tokens more."""
+        size = self._pool.page_size
+        return sum(max(0, -(-(piece.start + count) // size) - len(piece.sequence.pages)) for piece in pieces)
 
     def _start_ahead(self, step: StartedStep, choice: Choice | None) -> StartedStep | None:
         """Have the device compute the step after one whose tokens are not known here yet, if it can be said without
         them what that step computes.
 
         So the device goes on while its tokens are handed on, grammars read them and the next step is prepared. A text
-        that ends with its token has then been computed for nothing, and what the step wrote of it lies in pages that
-        are given to others only by later steps. Nobody gives pages back for a step ahead.
+        that ends with its token has then been computed for nothing (where the device knows the end, of several tokens
+        at once, it has not), and what the step wrote of it lies in pages that are given to others only by later steps.
+        Nobody gives pages back for a step ahead.
 
         Args:
           choice: of the step's tokens; ``None``: several of each text are written by the step itself.
@@ -842,9 +852,10 @@ class Engine:
     def _finish_several(self, step: StartedStep) -> None:
         """Wait for a step that writes several tokens of each text, and hand them on."""
         assert step.written is not None
-        tokens = np.asarray(step.written.tokens)
+        wanted = any(piece.sequence.finished is None for piece in step.pieces)
+        tokens = np.asarray(step.written.tokens) if wanted else np.empty((0, 0))
         with self._there:
-            self._counts["steps"] += step.count
+            self._counts["steps"] += step.written.steps if wanted else step.count
             for piece in step.pieces:
                 sequence = piece.sequence
                 for number in range(step.count):

@@ -43,7 +43,7 @@ class StepTimes:
         self._last = -math.inf
 
     def at_once(self, shape: StepShape) -> int:
-        """Of how many steps a call takes no longer than who waits for it should; 1 where nothing is known."""
+        """How many steps fit into the time that one call may take; 1 where nothing is known."""
         return min(MOST_TOKENS, max(1, int(_AT_ONCE_S / self._seconds.get(shape, _AT_ONCE_S))))
 
     def finished(self, shape: StepShape, started: float, steps: int) -> None:
@@ -64,7 +64,8 @@ class TokenLoop(NamedTuple):
 
     Attributes:
       tokens: int32 scalar, how many of each text, at most :data:`MOST_TOKENS`.
-      alive: bool ``[rows]``: whose tokens are wanted, the loop ends without any.
+      alive: bool ``[rows]``: the rows whose texts have not ended, as far as is known; the loop goes on while one of
+        them takes part in the step (``counts`` above 0).
       ends: int32 ``[rows, MOST_ENDS]``: the token ids after which none is wanted, below 0 where there are fewer.
       sampling: how the first token of each row is chosen; those after it have the numbers after its.
     """
@@ -86,7 +87,8 @@ class Written(NamedTuple):
     """What a loop wrote.
 
     Attributes:
-      tokens: int32 ``[MOST_TOKENS, rows]``, below 0 after a text's end.
+      tokens: int32 ``[MOST_TOKENS, rows]``, below 0 after a text's end and in rows that take no part; of a step that is
+        no loop ``[1, rows]``.
       last: int32 ``[rows]``, the last of each.
       alive: bool ``[rows]``, which of them have not ended; ``None`` of a step that is no loop.
     """
@@ -129,16 +131,19 @@ def several_tokens(
 
         def one(carry: Any) -> Any:
             count, cache, _, (tokens, last, alive) = carry
+            # Otherwise XLA converts whole tables of weights to another dtype before the loop, and keeps them there.
+            here, last = jax.lax.optimization_barrier((weights, last))
             now = inputs | {"tokens": last, "starts": inputs["starts"] + count}
             sampling = loop.sampling._replace(number=loop.sampling.number + count)
-            found_logits, cache, found = step(weights, cache, now, sampling)
+            found_logits, cache, found = step(here, cache, now, sampling)
             tokens = jax.lax.dynamic_update_index_in_dim(tokens, jnp.where(alive, found, -1), count, 0)
             last = jnp.where(alive, found, last)
             alive &= (found[:, None] != loop.ends).all(axis=1)
             return count + 1, cache, found_logits, Written(tokens, last, alive)
 
         none = jnp.full((MOST_TOKENS, *loop.alive.shape), -1, jnp.int32)
-        start = Written(none, inputs["tokens"], loop.alive)
+        # Of the call before there may be rows whose texts have ended by what it did not know.
+        start = Written(none, inputs["tokens"], loop.alive & (inputs["counts"] > 0))
         empty = jnp.zeros(logits.shape, logits.dtype)
         _, cache, last, written = jax.lax.while_loop(goes_on, one, (jnp.int32(0), cache, empty, start))
         return last, cache, written

@@ -54,7 +54,7 @@ class StartedStep:
 
     Attributes:
       pieces, shape: of it. logits: that it will give. written: the tokens, where its program chooses them
-        (:meth:`Programs.step`). count: how many of each text that has not ended.
+        (:meth:`Programs.step`). count: most tokens of each text.
       started: when, in ``time.monotonic`` seconds.
     """
 
