@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import Any
 
 import jax
@@ -176,8 +177,77 @@ def test_a_loop_ends_with_the_last_text(
         assert engine.statistics().pages_used == 0
 
 
-@pytest.mark.parametrize("at_once", [1, 8])
-@pytest.mark.parametrize("pages", [60, 18])
+def calls_of(
+    engine: Engine, asked: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[int], list[int]]:
+    """How many steps the engine's calls computed for some requests, and how many tokens each got."""
+    steps: list[int] = []
+    monkeypatch.setattr(StepTimes, "finished", lambda *given: steps.append(given[-1]))
+    texts = [[token for piece in stream for token in piece.tokens] for stream in engine.submit_all(asked)]
+    while engine.statistics().running:
+        time.sleep(0.01)
+    return steps, [len(text) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def ending(model: ModularCapibaraModel) -> tuple[Request, int]:
+    """A text that ends with a stop token, and how many come before it."""
+    with Engine(model, **SIZES, pages=60, warm=False) as engine:
+        ((tokens, *_),) = written(engine, [Request((7, 8), max_tokens=24, sampling=GREEDY)])
+    at = next(n for n in range(10, 23) if tokens[n] not in tokens[:n])
+    stops = frozenset({tokens[at]})
+    return Request((7, 8), max_tokens=40, sampling=GREEDY, stop_tokens=stops, ignore_eos=True), at
+
+
+def test_texts_that_have_left_keep_no_loop_going(
+    model: ModularCapibaraModel, ending: tuple[Request, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (request, at), short = ending, Request((1, 5), max_tokens=8, sampling=GREEDY, ignore_eos=True)
+    take_at_once(monkeypatch, 8)
+    with Engine(model, **SIZES, pages=60, warm=False) as engine:
+        before = engine.statistics().steps
+        steps, lengths = calls_of(engine, [request, request, short], monkeypatch)
+        assert lengths == [at, at, 8]
+        # Two tokens come while prompts are read, of two texts and then of the third.
+        assert sum(steps) == at - 1
+        assert (
+            engine.statistics().steps - before <= at + 8
+        )  # what was started ahead may not have been waited for
+
+
+@pytest.mark.parametrize("pages", [24, 26, 40])
+def test_pages_for_later_tokens_are_taken_from_nobody(
+    model: ModularCapibaraModel, ending: tuple[Request, int], pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (request, at), long = ending, Request((1, 5), max_tokens=30, sampling=GREEDY, ignore_eos=True)
+    take_at_once(monkeypatch, 8)
+    sizes: dict[str, Any] = SIZES | {"page_size": 2}
+    with Engine(model, **sizes, pages=pages, warm=False, prefix_cache=False) as engine:
+        _, lengths = calls_of(engine, [request, request, long], monkeypatch)
+        found = engine.statistics()
+    assert (lengths, found.preemptions, found.pages_used) == ([at, at, 30], 0, 0)
+
+
+def test_where_requests_wait_or_texts_take_turns_steps_are_taken_one_at_a_time(
+    model: ModularCapibaraModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_at_once(monkeypatch, 8)
+    asked = [Request((1, 5 + n), max_tokens=9, sampling=GREEDY, ignore_eos=True) for n in range(2)]
+    alone: dict[str, Any] = SIZES | {"max_batch": 1}
+    with Engine(model, **alone, pages=60, warm=False) as engine:
+        steps, lengths = calls_of(engine, asked, monkeypatch)
+        # The first text has the other behind it, the second nobody.
+        assert (lengths, steps) == ([9, 9], [1] * 8 + [8])
+    scored = Request(tuple(range(40)), max_tokens=1, sampling=GREEDY, prompt_logprobs=1)
+    with Engine(model, **SIZES, pages=60, warm=False) as engine:
+        steps, _ = calls_of(engine, [*asked[:1], scored], monkeypatch)
+    assert steps[:2] == [1, 1]  # beside the five pieces of a prompt
+
+
+@pytest.mark.parametrize(
+    ("pages", "at_once"),
+    [(60, 1), (18, 8), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((60, 8), (18, 1)))],
+)
 def test_texts_are_those_of_whole_recomputation(
     model: ModularCapibaraModel, pages: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

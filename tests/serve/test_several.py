@@ -8,11 +8,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_models import SMALL
 
+from capibara.config import ModularModelConfig
+from capibara.core import ModularCapibaraModel
 from capibara.core.paged import StepShape
-from capibara.serve.engine.several import MOST_ENDS, MOST_TOKENS, StepTimes, TokenLoop, several_tokens
+from capibara.serve.engine import programs as engine_programs
+from capibara.serve.engine.layers import layers_apart
+from capibara.serve.engine.programs import Programs
+from capibara.serve.engine.several import (
+    MOST_ENDS,
+    MOST_TOKENS,
+    StepTimes,
+    TokenLoop,
+    one_token,
+    several_tokens,
+)
 from capibara.serve.engine.steps import EngineSizes, StepPiece
 from capibara.serve.requests import Request
 from capibara.serve.row_sampling import SamplingRows
@@ -86,6 +100,33 @@ def test_a_loop_is_one_step_after_another(
     for row in range(ROWS):
         if len(want[row]) == written.steps and want[row]:
             assert int(np.asarray(logits)[row].argmax()) == want[row][-1]
+
+
+def test_a_loop_keeps_no_weights_in_another_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What XLA finds to be the same in each round of a loop, such as a converted table, it computes before it."""
+    wide: dict[str, Any] = {"model.vocab_size": 4000, "model.embed_dim": 64, "model.mlp_dim": 128}
+    low = {"precision.compute_dtype": "bfloat16", "precision.param_dtype": "bfloat16"}
+    model = ModularCapibaraModel(ModularModelConfig.from_dict({}, SMALL | wide | low))
+    sizes = EngineSizes.of(model, max_batch=1, page_size=16)
+
+    def temporary() -> int:
+        made: list[Any] = []
+        programs = Programs(
+            model,
+            layers_apart(model, model.params),
+            model.state,
+            writable=4000,
+            make=lambda _, lowered: made.append(lowered.compile()),
+        )
+        shape = sizes.plain[0]
+        programs.to_compile([shape], programs.describe_cache(sizes), sizes.inputs)[1][0]()
+        return made[0].memory_analysis().temp_size_in_bytes
+
+    loop = temporary()
+    monkeypatch.setattr(engine_programs, "several_tokens", lambda step, _: one_token(step))
+    alone = temporary()
+    # The table has 512 kB; the logits of a row, 16.
+    assert loop - alone < 64e3
 
 
 def test_a_loop_knows_the_rows_that_are_used_and_what_each_asks_for() -> None:
