@@ -154,4 +154,4 @@ def test_make_and_ci():
     lines = [line.strip() for line in read(ROOT / ".ci/run").splitlines()]
     steps = [line for line in lines if line.startswith("make ")]
     checks = "make -j 2 --output-sync=target test-extras lint docs test-no-jax test-arm || failed=$?"
-    assert steps == ["make setup-dev", checks, "make test-newest CAPIBARA_TEST_SAMPLE=12", "make test"]
+    assert steps == ["make setup-dev", checks, "make test-newest CAPIBARA_TEST_SAMPLE=20", "make test"]
