@@ -116,10 +116,11 @@ fuzz-folders: setup-dev  ## 20,000 damaged folders of published models; FUZZ="--
 fuzz-ops: setup-dev $(LIBRARY)  ## 300 random problems an operation and transformation; FUZZ="--op scan --seed 1" for others
 	$(USE_QUICK); PYTHONPATH=tests/support $(BIN)/python -m fuzz_ops $(FUZZ)
 
+# With less memory than this pyright forgets what it has found, and finds it again.
 lint: setup-dev  ## format, rules, types, import order (that stubs are up to date is a test)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
-	$(BIN)/pyright
+	NODE_OPTIONS=--max-old-space-size=8192 $(BIN)/pyright
 	$(BIN)/lint-imports
 
 format: setup-dev  ## what can be put right by itself

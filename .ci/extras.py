@@ -151,7 +151,7 @@ def plan(e: Environment) -> None:
     further = "capibara plan --model Llama-3.1-8B --topology v5p:2x2x2 train.sequence_length=4096 train.batch_size=8"
     e.page("docs/families.md", further, "train.sequence_length=128", "--no-compile")
     line = "capibara plan --serve --config production/tpu_v4 --topology v4:2x2x1,v5e:2x2 --prompt-length 512"
-    served = ["--output-length", "128", "--topology", "v5e:2x2", "--max-compiles", "2", "--workers", "1"]
+    served = ["--output-length", "128", "--topology", "v5e:2x2", "--max-compiles", "4", "--workers", "1"]
     shown.append(e.page("docs/plan/serving.md", line, *model, *served))
     e.blocks("docs/plan.md", "work = step_work(")
     for out in shown:
