@@ -203,14 +203,10 @@ def test_texts_that_have_left_keep_no_loop_going(
     (request, at), short = ending, Request((1, 5), max_tokens=8, sampling=GREEDY, ignore_eos=True)
     take_at_once(monkeypatch, 8)
     with Engine(model, **SIZES, pages=60, warm=False) as engine:
-        before = engine.statistics().steps
         steps, lengths = calls_of(engine, [request, request, short], monkeypatch)
         assert lengths == [at, at, 8]
         # Two tokens come while prompts are read, of two texts and then of the third.
         assert sum(steps) == at - 1
-        assert (
-            engine.statistics().steps - before <= at + 8
-        )  # what was started ahead may not have been waited for
 
 
 @pytest.mark.parametrize("pages", [24, 26, 40])
