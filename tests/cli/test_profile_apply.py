@@ -227,7 +227,7 @@ def test_a_remedy_saves_what_was_predicted(case: str, tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["pipe", pytest.param("file", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["pipe", "file"])
 def test_each_run_reads_the_same_input(kind: str, tmp_path: Path):
     """From where the file was, and though the program does not read to the end."""
     path, text = tmp_path / "script.py", tmp_path / "input.txt"

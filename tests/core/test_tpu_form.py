@@ -93,7 +93,7 @@ def wanted() -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", ["scan", pytest.param("unroll", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layers", ["scan", "unroll"])
 def test_fifty_steps_of_training_stay_together(layers, wanted, monkeypatch) -> None:
     """In bfloat16: as far apart at the end as its rounding makes them."""
     monkeypatch.setattr(JaxBackend, "platform", "tpu")

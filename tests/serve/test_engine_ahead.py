@@ -207,6 +207,7 @@ def test_texts_that_have_left_keep_no_loop_going(
         assert lengths == [at, at, 8]
         # Two tokens come while prompts are read, of two texts and then of the third.
         assert sum(steps) == at - 1
+        assert engine.statistics().steps == sum(steps) + 2  # with those that read prompts
 
 
 @pytest.mark.parametrize("pages", [24, 26, 40])

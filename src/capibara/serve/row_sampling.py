@@ -114,7 +114,7 @@ def choose(logits: jax.Array, rows: SamplingRows, changes: Changes | None = None
 
 
 def choose_alone(logits: jax.Array, rows: SamplingRows) -> jax.Array:
-    """The tokens that :func:`choose` chooses from float32 logits without changes, int32, and nothing else."""
+    """The tokens of :func:`choose` alone, int32 ``[rows]``, from float32 logits that are not changed any more."""
     greedy = rows.temperature < GREEDY_BELOW
     # Where every row is greedy nothing is drawn, and where no row leaves tokens out nothing is sorted.
     return lax.cond(

@@ -733,7 +733,7 @@ class Engine:
                 self._finish(step, choice)
             else:
                 self._finish_several(step)
-            if asked and step.written is not None and step.written.alive is not None:
+            if step.written is not None and step.written.alive is not None:
                 self._times.finished(step.shape, step.started, step.written.steps)
             self._progress_at = time.monotonic()
             step = ahead
@@ -852,10 +852,9 @@ class Engine:
     def _finish_several(self, step: StartedStep) -> None:
         """Wait for a step that writes several tokens of each text, and hand them on."""
         assert step.written is not None
-        wanted = any(piece.sequence.finished is None for piece in step.pieces)
-        tokens = np.asarray(step.written.tokens) if wanted else np.empty((0, 0))
+        tokens = np.asarray(step.written.tokens)
         with self._there:
-            self._counts["steps"] += step.written.steps if wanted else step.count
+            self._counts["steps"] += step.written.steps
             for piece in step.pieces:
                 sequence = piece.sequence
                 for number in range(step.count):

@@ -124,7 +124,6 @@ def several_tokens(
     """
 
     def run(weights: Any, cache: Any, inputs: dict[str, Any], loop: TokenLoop) -> tuple[Any, Any, Written]:
-
         def goes_on(carry: Any) -> Any:
             count, _, _, written = carry
             return (count < loop.tokens) & written.alive.any()
