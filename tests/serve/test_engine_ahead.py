@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -13,7 +14,8 @@ from engine_models import engine_model
 from capibara.core import ModularCapibaraModel
 from capibara.serve import Engine, Grammar, Request, Sampling
 from capibara.serve.engine.choosing import Choice
-from capibara.serve.engine.several import StepTimes
+from capibara.serve.engine.several import StepTimes, TokenLoop, Written
+from capibara.serve.engine.steps import EngineSizes
 
 SIZES: dict[str, Any] = {"max_batch": 4, "page_size": 4, "prefill_tokens": 8, "prefill_chunks": 2}
 GREEDY = Sampling(temperature=0.0)
@@ -79,9 +81,16 @@ def take_at_once(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(StepTimes, "at_once", lambda *_: count)
 
 
-def written(engine: Engine, asked: list[Request]) -> list[Any]:
+def written(engine: Engine, asked: list[Request], together: int | None = None) -> list[Any]:
+    """The texts of requests that are submitted so many at a time; by default all at once."""
+    size = together or len(asked)
+    groups = [asked[first : first + size] for first in range(0, len(asked), size)]
+    return [text for group in groups for text in written_together(engine, group)]
+
+
+def written_together(engine: Engine, asked: list[Request]) -> list[Any]:
     texts = []
-    for stream in [engine.submit(request) for request in asked]:
+    for stream in engine.submit_all(asked):
         pieces = list(stream)
         tokens = [token for piece in pieces for token in piece.tokens]
         scores = [score.logprob for piece in pieces for score in piece.scores]
@@ -121,18 +130,26 @@ def test_a_text_that_ends_unexpectedly_takes_one_step_more_and_no_token(
     with Engine(model, **SIZES, pages=60, warm=False) as engine:
         ((tokens, *_),) = written(engine, [Request((7, 8), max_tokens=12, sampling=GREEDY)])
         at = next(n for n in range(2, 12) if tokens[n] not in tokens[:n])
-        ends = Request((7, 8), max_tokens=12, sampling=GREEDY, stop_tokens=frozenset({tokens[at]}))
+        loop = EngineSizes.loop
+
+        def without_ends(*given: Any) -> TokenLoop:
+            asked = loop(*given)
+            return asked._replace(ends=np.full_like(asked.ends, -1))
+
+        monkeypatch.setattr(EngineSizes, "loop", without_ends)
+        ends = frozenset({tokens[at]})
+        asked = Request((7, 8), max_tokens=12, sampling=GREEDY, stop_tokens=ends)
         before = engine.statistics()
         done = ahead_of(engine, monkeypatch)
-        ((found, _, finish, _),) = written(engine, [ends])
+        ((found, _, finish, _),) = written(engine, [asked])
         assert (found, finish) == (tokens[:at], "stop")
         assert done.count("read") == at + 1
-        (again,) = written(engine, [ends])  # after it the step that nobody asked for has been counted
-        assert again[0] == found
+        engine.close(drain_s=60)
         after = engine.statistics()
-        assert after.pages_used == 0
-        assert after.generated_tokens - before.generated_tokens == 2 * (at + 1)
-        assert at + 1 < after.steps - before.steps <= 2 * (at + 2)
+    assert after.pages_used == 0
+    # The prompt's step, one for each further token and the end, and the one that nobody asked for.
+    assert after.generated_tokens - before.generated_tokens == at + 1
+    assert after.steps - before.steps == at + 2
 
 
 @pytest.mark.parametrize("at_once", [1, 3, 8])
@@ -156,35 +173,29 @@ def test_a_text_of_the_likeliest_tokens_takes_few_calls(
     assert (found.pages_used, found.generated_tokens) == (0, 18 * 3 + 19)
 
 
-@pytest.mark.parametrize("at_once", [3, 8])
-def test_a_loop_ends_with_the_last_text(
-    model: ModularCapibaraModel, at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Engine(model, **SIZES, pages=60, warm=False) as engine:
-        ((tokens, *_),) = written(engine, [Request((7, 8), max_tokens=24, sampling=GREEDY)])
-        at = next(n for n in range(3, 23) if tokens[n] not in tokens[:n])
-        take_at_once(monkeypatch, at_once)
-        steps: list[int] = []
-        monkeypatch.setattr(StepTimes, "finished", lambda *given: steps.append(given[-1]))
-        ends = Request((7, 8), max_tokens=24, sampling=GREEDY, stop_tokens=frozenset({tokens[at]}))
-        ((found, _, finish, _),) = written(engine, [ends])
-        assert (found, finish) == (tokens[:at], "stop")
-        engine.close(drain_s=5)
-        # After the first of them, which the prompt's step gives, every token that was computed is one of the text; the
-        # last is what ends it. The call after that computes none.
-        assert sum(steps) == at
-        assert engine.statistics().pages_used == 0
+def loops_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Written]:
+    """What each call of a loop writes, also those that nobody waits for."""
+    found: list[Written] = []
+    step = engine._programs.step
+
+    def noted(*given: Any, **options: Any) -> Any:
+        logits, cache, result = step(*given, **options)
+        if result is not None and result.alive is not None:
+            found.append(result)
+        return logits, cache, result
+
+    monkeypatch.setattr(engine._programs, "step", noted)
+    return found
 
 
 def calls_of(
     engine: Engine, asked: list[Request], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[int], list[int]]:
     """How many steps the engine's calls computed for some requests, and how many tokens each got."""
-    steps: list[int] = []
-    monkeypatch.setattr(StepTimes, "finished", lambda *given: steps.append(given[-1]))
+    loops = loops_of(engine, monkeypatch)
     texts = [[token for piece in stream for token in piece.tokens] for stream in engine.submit_all(asked)]
-    engine.close(drain_s=60)  # the last step is noted after its texts have ended
-    return steps, [len(text) for text in texts]
+    engine.close(drain_s=60)  # calls may be started after a text has ended
+    return [loop.steps for loop in loops], [len(text) for text in texts]
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +206,20 @@ def ending(model: ModularCapibaraModel) -> tuple[Request, int]:
     at = next(n for n in range(10, 23) if tokens[n] not in tokens[:n])
     stops = frozenset({tokens[at]})
     return Request((7, 8), max_tokens=40, sampling=GREEDY, stop_tokens=stops, ignore_eos=True), at
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 8])
+def test_a_loop_ends_with_the_last_text(
+    model: ModularCapibaraModel, ending: tuple[Request, int], at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, at = ending
+    take_at_once(monkeypatch, at_once)
+    with Engine(model, **SIZES, pages=60, warm=False) as engine:
+        steps, lengths = calls_of(engine, [request], monkeypatch)
+        # The prompt's step gives the first token, and the end follows the at-th. The call after that computes none.
+        assert (lengths, sum(steps), steps[-1]) == ([at], at, 0)
+        found = engine.statistics()
+    assert (found.steps, found.pages_used) == (at + 1, 0)
 
 
 def test_texts_that_have_left_keep_no_loop_going(
@@ -239,6 +264,43 @@ def test_where_requests_wait_or_texts_take_turns_steps_are_taken_one_at_a_time(
     assert steps[:2] == [1, 1]  # beside the five pieces of a prompt
 
 
+@pytest.mark.parametrize("at_once", [1, 3, 8])
+@pytest.mark.parametrize("kind", ["grouped", pytest.param("mamba", marks=pytest.mark.slow)])
+def test_sampled_texts_are_the_same_several_tokens_at_once(
+    kind: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = engine_model(kind)
+    samplings = [
+        Sampling(temperature=0.9),
+        Sampling(temperature=1.3, top_k=20),
+        Sampling(temperature=0.7, top_p=0.8, min_p=0.02),
+        GREEDY,
+    ]
+    asked = [
+        Request(
+            tuple(range(n, 4 + 4 * n)),
+            max_tokens=25 + n,
+            sampling=sampling,
+            seed=n,
+            min_tokens=6 if n == 2 else 0,
+            ignore_eos=True,
+        )
+        for n, sampling in enumerate(samplings)
+    ]
+    with Engine(model, **SIZES, pages=60, use_cache=False, warm=False) as engine:
+        want = written(engine, asked)
+    take_at_once(monkeypatch, at_once)
+    with Engine(model, **SIZES, pages=60, warm=False) as engine:
+        loops = loops_of(engine, monkeypatch)
+        check(written(engine, asked), want)
+        assert max(loop.steps for loop in loops) == at_once
+        check(written(engine, asked, 1), want)
+        # Beside scored texts, whose tokens another program chooses.
+        scored = [dataclasses.replace(request, logprobs=1) for request in asked[::2]]
+        together = written(engine, [*scored, *asked[1::2]])
+        check([(*text[:3], []) for text in together], [want[n] for n in (0, 2, 1, 3)])
+
+
 @pytest.mark.parametrize(
     ("pages", "at_once"),
     [(60, 1), (18, 8), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((60, 8), (18, 1)))],
@@ -252,10 +314,11 @@ def test_texts_are_those_of_whole_recomputation(
     with Engine(model, **SIZES, pages=60, use_cache=False) as engine:
         want = written(engine, asked)
     with Engine(model, **SIZES, pages=pages) as engine:
-        done = ahead_of(engine, monkeypatch)
-        texts = written(engine, asked)
+        done, loops = ahead_of(engine, monkeypatch), loops_of(engine, monkeypatch)
+        texts = written(engine, asked, None if at_once == 1 else 4)  # loops are for where nobody waits
         found = engine.statistics()
     check(texts, want)
+    assert any(loop.steps > 1 for loop in loops) or at_once == 1
     for request, (_, text, finish, _) in zip(asked, texts, strict=True):
         if request.grammar is not None and finish == "stop":
             assert re.fullmatch(NUMBERS, text)
@@ -277,7 +340,7 @@ def test_500_random_requests(kind: str, at_once: int, monkeypatch: pytest.Monkey
     for pages in (60, 20):
         with Engine(model, **SIZES, pages=pages) as engine:
             engine._host_computes = False
-            check(written(engine, asked), want)
+            check(written(engine, asked, None if at_once == 1 else 4), want)
             assert engine.statistics().pages_used == 0
 
 

@@ -734,7 +734,7 @@ class Engine:
             else:
                 self._finish_several(step)
             if step.written is not None and step.written.alive is not None:
-                self._times.finished(step.shape, step.started, step.written.steps)
+                self._times.finished(step.shape, step.started, step.computed)
             self._progress_at = time.monotonic()
             step = ahead
 
@@ -751,7 +751,8 @@ class Engine:
         chunks = max((-piece.place for piece in pieces), default=0)
         # While programs are compiled beside, a larger one that is there takes less time than waiting for the smallest.
         shape = self._sizes.shape(rows, chunks, self._is_ready if self._programs_left else None)
-        count = self._tokens_at_once(shape, pieces)
+        # After tokens that another program chose the device does not know which texts have ended.
+        count = 1 if tokens is not None and alive is None else self._tokens_at_once(shape, pieces)
         inputs = self._sizes.inputs(shape, pieces, tokens)
         adapter = pieces[0].sequence.adapter if pieces else None
         weights = None if adapter is None else adapter.weights
@@ -837,7 +838,7 @@ class Engine:
         if choice is None and any(piece.sequence.finished is None for piece in step.pieces):
             jax.block_until_ready(step.logits)
         with self._there:
-            self._counts["steps"] += 1
+            self._counts["steps"] += step.computed
             for piece in step.pieces:
                 sequence = piece.sequence
                 if sequence.finished is not None:
@@ -854,7 +855,7 @@ class Engine:
         assert step.written is not None
         tokens = np.asarray(step.written.tokens)
         with self._there:
-            self._counts["steps"] += step.written.steps
+            self._counts["steps"] += step.computed
             for piece in step.pieces:
                 sequence = piece.sequence
                 for number in range(step.count):

@@ -65,6 +65,11 @@ class StartedStep:
     count: int
     started: float
 
+    @property
+    def computed(self) -> int:
+        """How many steps its call computed; waits for a loop, of which that is not known before."""
+        return 1 if self.written is None or self.written.alive is None else self.written.steps
+
 
 @dataclass(frozen=True)
 class EngineSizes:
