@@ -514,3 +514,24 @@ def test_a_prompt_takes_the_smallest_step_that_has_room_for_it(recurrent: bool, 
     # Beside several texts that are written there is one size.
     assert {(s.rows, s.chunks) for s in (sizes.shape(2, n) for n in range(1, most + 1))} == {(3, most)}
     assert sizes.early == [sizes.shape(1, 0), alone[0]]
+
+
+def test_the_first_request_does_not_wait_for_large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = engine_model("grouped")
+    moved: list[Any] = []
+    place = "capibara.serve.engine.engine"
+    monkeypatch.setattr(f"{place}.spans_of", lambda _: {(4096, 8192)})
+    monkeypatch.setattr(f"{place}.ask_for_large_pages", lambda *given, move: moved.append((*given, move)))
+    with Engine(model, max_batch=2, page_size=16, warm=False):
+        assert moved == [(4096, 8192, True)]
+    moved.clear()
+    monkeypatch.setattr(f"{place}._START_S", 600)
+    with Engine(model, max_batch=2, page_size=16, warm="first") as engine:
+        assert list(engine.submit(Request((1, 2), max_tokens=2)))
+    assert moved == []
+    monkeypatch.setattr(f"{place}._START_S", 0)
+    with Engine(model, max_batch=2, page_size=16, warm="first"):
+        ends = time.monotonic() + 60
+        while not moved and time.monotonic() < ends:
+            time.sleep(0.01)
+    assert moved == [(4096, 8192, True)]

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-__all__ = ["ask_for_large_pages", "prefer_large_pages"]
+__all__ = ["ask_for_large_pages", "prefer_large_pages", "spans_of"]
 
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 # <sys/mman.h>: from now on, and of what is there already (Linux 6.1).
@@ -21,26 +21,31 @@ _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 
 
 def prefer_large_pages(tree: Any) -> None:
-    """Move arrays that CPU devices hold into large pages, as far as the system has them: 4 GB a second.
+    """Move arrays that CPU devices hold into large pages, as far as the system has them.
 
-    Their addresses and values stay. Nothing is done to what is not a ``jax.Array`` with all its shards here. Of arrays
-    over a mapped file the system decides.
+    A gigabyte takes between a quarter of a second and, where memory is in pieces or a guest's, four seconds. Their
+    addresses and values stay. Nothing is done to what is not a ``jax.Array`` with all its shards here. Of arrays over a
+    mapped file the system decides.
 
     Args:
       tree: nested arrays.
     """
+    for start, length in spans_of(tree):
+        ask_for_large_pages(start, length, move=True)
+
+
+def spans_of(tree: Any) -> set[tuple[int, int]]:
+    """Addresses and bytes of what :func:`prefer_large_pages` moves, for :func:`ask_for_large_pages` later."""
     if not (size := _large_page()):
-        return
+        return set()
     # By address, not as arrays of NumPy: those of 4 bits would be copied, and those of PRNG keys are refused.
-    spans = {
+    return {
         (shard.data.unsafe_buffer_pointer(), shard.data.nbytes)
         for leaf in jax.tree.leaves(tree)
         if isinstance(leaf, jax.Array) and leaf.nbytes >= size and leaf.is_fully_addressable
         for shard in jax.block_until_ready(leaf).addressable_shards
         if shard.device.platform == "cpu"
     }
-    for start, length in spans:
-        ask_for_large_pages(start, length, move=True)
 
 
 def ask_for_large_pages(start: int, length: int, *, move: bool = False) -> bool:

@@ -28,6 +28,7 @@ import numpy as np
 from capibara.core.paged import StepShape
 from capibara.data import ByteTokenizer, Tokenizer
 from capibara.errors import ConfigError
+from capibara.memory.large_pages import ask_for_large_pages, spans_of
 from capibara.serve.engine.adapters import AdapterRoom, Adapters
 from capibara.serve.engine.bundle import ProgramBundle
 from capibara.serve.engine.choosing import Asked, Choice, choose_tokens, start_choice
@@ -185,6 +186,8 @@ class Engine:
         made = None  # there is no room for its pools and others
         self._cache = self._programs.empty_cache(sizes) if cache is None else cache
         del cache  # the first step uses it up
+        # By address: steps use arrays of the cache up, but what is after them lies where they did.
+        self._large = spans_of((params if model.mesh is None else (), self._cache))
         self._speculation = speculation if use_cache else None
         self._draft: DraftModel | None = None
         if self._speculation is not None:
@@ -224,7 +227,9 @@ class Engine:
             compile_one()
             if progress is not None:
                 progress(done, total)
-        if rest:
+        if not rest:
+            self._use_large_pages()
+        else:
             given = rest, len(first), total, progress
             self._warming = threading.Thread(
                 target=self._warm, args=given, name="capibara-warm-up", daemon=True
@@ -245,6 +250,12 @@ class Engine:
             first, rest = first + more[0], rest + more[1]
         return first, rest
 
+    def _use_large_pages(self) -> None:
+        for start, length in self._large:
+            if self._closing:
+                return
+            ask_for_large_pages(start, length, move=True)
+
     def _warm(
         self,
         rest: list[Callable[[], Any]],
@@ -254,6 +265,7 @@ class Engine:
     ) -> None:
         with self._there:
             self._there.wait_for(lambda: self._closing, timeout=_START_S)
+        self._use_large_pages()  # on some systems this takes seconds
         for compile_one in rest:
             with self._there:
                 # Tracing and steps take turns in Python: a first request should not wait for what it does not need.

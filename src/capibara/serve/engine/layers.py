@@ -9,7 +9,6 @@ import numpy as np
 
 from capibara.compose.backends.jax_stacked import Layers
 from capibara.compress.jax_codes import is_coded
-from capibara.memory.large_pages import prefer_large_pages
 
 __all__ = ["layers_apart"]
 
@@ -17,12 +16,11 @@ __all__ = ["layers_apart"]
 def layers_apart(model: Any, params: Any) -> Any:
     """The parameters with those of repeated blocks as :class:`~capibara.compose.backends.jax_stacked.Layers`.
 
-    They are views: on one CPU device no weight is copied, unless its dtype and shape leave layers unaligned; the
-    parameters are moved into large pages. Elsewhere they come back as they are.
+    They are views: on one CPU device no weight is copied, unless its dtype and shape leave layers unaligned. Elsewhere
+    they come back as they are.
     """
     if model.mesh is not None or model.backend.platform != "cpu":
         return params
-    prefer_large_pages(params)
     stacked = {path for path, spec in model.compiled.params.items() if spec.axes and spec.axes[0] == "layers"}
 
     def one(path: Any, leaf: Any) -> Any:

@@ -20,7 +20,6 @@ from capibara.compress.jax_codes import is_coded, quantized
 from capibara.core.paged import StepShape
 from capibara.errors import ConfigError
 from capibara.memory.budget import device_budget
-from capibara.memory.large_pages import prefer_large_pages
 from capibara.ops.linalg.chained import chained
 from capibara.ops.linalg.few_rows import MOST_ROWS, few_rows
 from capibara.ops.linalg.joined import joined
@@ -106,7 +105,7 @@ class Programs:
         return self._model.describe_pages(sizes.pages, sizes.page_size, sizes.slots, dtype=sizes.cache_dtype)
 
     def empty_cache(self, sizes: EngineSizes) -> Any:
-        """The pools of an engine: all zeros, each part made on its device; on CPUs in large pages."""
+        """The pools of an engine: all zeros, each part made on its device."""
         described = self.describe_cache(sizes)
         places = None if self._model.mesh is None else jax.tree.map(lambda x: x.sharding, described)
 
@@ -118,9 +117,7 @@ class Programs:
         program = self._made("cache", lowered)
         if program is None:
             return None
-        cache = program()
-        prefer_large_pages(cache)
-        return cache
+        return program()
 
     def step(
         self,

@@ -21,6 +21,7 @@ import numpy as np
 from capibara.core.encoders import require_decoder
 from capibara.core.paged import StepShape
 from capibara.errors import ConfigError
+from capibara.memory.large_pages import prefer_large_pages
 from capibara.serve.engine.choosing import Asked, choose_tokens
 from capibara.serve.engine.layers import layers_apart
 from capibara.serve.engine.programs import Programs
@@ -124,7 +125,10 @@ class DraftModel:
     ) -> None:
         model = settings.draft
         assert model is not None
-        params = layers_apart(model, model.params if settings.params is None else settings.params)
+        given = model.params if settings.params is None else settings.params
+        if model.mesh is None:
+            prefer_large_pages(given)
+        params = layers_apart(model, given)
         state = model.state if settings.state is None else settings.state
         self.programs = Programs(model, params, state, writable=writable)
         self._vocabulary = model.config.model.vocab_size
