@@ -21,6 +21,7 @@ from capibara.data import ByteTokenizer
 from capibara.errors import ConfigError
 from capibara.native import build
 from capibara.serve import Engine, Grammar, Piece, Request, RequestError, Sampling
+from capibara.serve.engine.adapters import AdapterRoom
 from capibara.serve.engine.programs import page_bytes
 from capibara.serve.engine.sequences import Sequence
 from capibara.serve.engine.steps import EngineSizes
@@ -535,3 +536,17 @@ def test_the_first_request_does_not_wait_for_large_pages(monkeypatch: pytest.Mon
         while not moved and time.monotonic() < ends:
             time.sleep(0.01)
     assert moved == [(4096, 8192, True)]
+
+
+@pytest.mark.parametrize("adapters", [None, AdapterRoom(most=1, rank=2)], ids=["alone", "adapters"])
+def test_whole_weights_and_pages_go_into_large_pages(
+    adapters: AdapterRoom | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers are views of them, most of them smaller than a large page."""
+    model = engine_model("grouped")
+    asked: list[Any] = []
+    monkeypatch.setattr("capibara.serve.engine.engine.spans_of", lambda tree: asked.append(tree) or set())
+    with Engine(model, max_batch=2, page_size=16, warm=False, adapters=adapters):
+        ((weights, cache),) = asked
+        assert weights is model.params
+        assert all(leaf.size for leaf in jax.tree.leaves(cache))

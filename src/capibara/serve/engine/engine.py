@@ -132,6 +132,7 @@ class Engine:
             cache_dtype=cache_dtype,
             guesses=0 if speculation is None or not use_cache else speculation.tokens,
         )
+        beside = warm == "first"
         if bundle is not None:
             bundle.check(model, sizes, adapters=adapters is not None)
             sizes, pages, warm = bundle.sizes, bundle.sizes.pages - 1, True
@@ -158,6 +159,7 @@ class Engine:
         )
         settings = model.config.model
         params = model.params if params is None else params
+        weights = params
         self._adapters = None if adapters is None else Adapters(model, params, adapters)
         if self._adapters is not None:
             model, params = self._adapters.model, self._adapters.params
@@ -186,8 +188,8 @@ class Engine:
         made = None  # there is no room for its pools and others
         self._cache = self._programs.empty_cache(sizes) if cache is None else cache
         del cache  # the first step uses it up
-        # By address: steps use arrays of the cache up, but what is after them lies where they did.
-        self._large = spans_of((params if model.mesh is None else (), self._cache))
+        # By address: a step uses the arrays of the cache up, and what it gives lies where they did.
+        self._large = spans_of((weights, self._cache))
         self._speculation = speculation if use_cache else None
         self._draft: DraftModel | None = None
         if self._speculation is not None:
@@ -201,6 +203,7 @@ class Engine:
                     dtype=cache_dtype,
                     writable=self._writable,
                 )
+                self._large |= spans_of((self._draft.weights, self._draft.cache))
         self._numbers = itertools.count()
         self._lock = threading.RLock()
         self._there = threading.Condition(self._lock)
@@ -227,7 +230,7 @@ class Engine:
             compile_one()
             if progress is not None:
                 progress(done, total)
-        if not rest:
+        if not rest and not beside:
             self._use_large_pages()
         else:
             given = rest, len(first), total, progress
@@ -265,15 +268,12 @@ class Engine:
     ) -> None:
         with self._there:
             self._there.wait_for(lambda: self._closing, timeout=_START_S)
+        if not self._gives_way():
+            return
         self._use_large_pages()  # on some systems this takes seconds
         for compile_one in rest:
-            with self._there:
-                # Tracing and steps take turns in Python: a first request should not wait for what it does not need.
-                self._there.wait_for(
-                    lambda: self._closing or not (self._running or self._waiting), timeout=_GIVE_WAY_S
-                )
-                if self._closing:
-                    return
+            if not self._gives_way():
+                return
             try:
                 compile_one()
             except Exception as error:
@@ -283,6 +283,17 @@ class Engine:
             done += 1
             if progress is not None:
                 progress(done, total)
+
+    def _gives_way(self) -> bool:
+        """Wait a moment while there are requests; whether the engine goes on.
+
+        Tracing and steps take turns in Python: a first request should not wait for what it does not need.
+        """
+        with self._there:
+            self._there.wait_for(
+                lambda: self._closing or not (self._running or self._waiting), timeout=_GIVE_WAY_S
+            )
+            return not self._closing
 
     def _every_program(self) -> list[Programs]:
         return [self._programs] if self._draft is None else [self._programs, self._draft.programs]
@@ -849,8 +860,9 @@ class Engine:
         found = [] if choice is None else list(zip(choice.asked, choice.read(), strict=True))
         if choice is None and any(piece.sequence.finished is None for piece in step.pieces):
             jax.block_until_ready(step.logits)
+        computed = step.computed
         with self._there:
-            self._counts["steps"] += step.computed
+            self._counts["steps"] += computed
             for piece in step.pieces:
                 sequence = piece.sequence
                 if sequence.finished is not None:
@@ -863,7 +875,10 @@ class Engine:
                 self._take(one.sequence, [token])
 
     def _finish_several(self, step: StartedStep) -> None:
-        """Wait for a step that writes several tokens of each text, and hand them on."""
+        """Wait for a step that writes several tokens of each text, and hand them on.
+
+        Also where all of them have ended: what it computed is counted.
+        """
         assert step.written is not None
         tokens = np.asarray(step.written.tokens)
         with self._there:

@@ -21,7 +21,6 @@ import numpy as np
 from capibara.core.encoders import require_decoder
 from capibara.core.paged import StepShape
 from capibara.errors import ConfigError
-from capibara.memory.large_pages import prefer_large_pages
 from capibara.serve.engine.choosing import Asked, choose_tokens
 from capibara.serve.engine.layers import layers_apart
 from capibara.serve.engine.programs import Programs
@@ -125,10 +124,8 @@ class DraftModel:
     ) -> None:
         model = settings.draft
         assert model is not None
-        given = model.params if settings.params is None else settings.params
-        if model.mesh is None:
-            prefer_large_pages(given)
-        params = layers_apart(model, given)
+        self.weights = model.params if settings.params is None else settings.params
+        params = layers_apart(model, self.weights)
         state = model.state if settings.state is None else settings.state
         self.programs = Programs(model, params, state, writable=writable)
         self._vocabulary = model.config.model.vocab_size
