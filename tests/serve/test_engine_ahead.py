@@ -239,7 +239,7 @@ def test_after_scored_texts_one_step_is_computed_for_nothing(
     model: ModularCapibaraModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another program chooses their tokens, and the step ahead of it does not know that the other texts end."""
-    sizes = SIZES | {"prefill_chunks": 4}
+    sizes: dict[str, Any] = SIZES | {"prefill_chunks": 4}
     asked = Request((7, 8), max_tokens=40, sampling=Sampling(temperature=1.0), seed=1, ignore_eos=True)
     with Engine(model, **sizes, pages=60, warm=False) as engine:
         ((tokens, *_),) = written(engine, [asked])
