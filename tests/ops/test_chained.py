@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,16 @@ import numpy as np
 import pytest
 from instruction_sets import instruction_sets
 from other_process import run_apart
+from quantised_oracle import KINDS, quantised_case
 
 from capibara.compose.backends.jax_ops.language import rms_norm
 from capibara.measure import count_flops
 from capibara.native import build
 from capibara.native.library import call
+from capibara.ops.linalg import quantised_matmul
 from capibara.ops.linalg.chained import chained
 from capibara.ops.linalg.few_rows import product
+from capibara.ops.linalg.specs import QuantisedSpec
 
 pytestmark = pytest.mark.skipif(
     build.find_compiler() is None, reason="no C++ compiler: there is no native library to test"
@@ -42,11 +47,15 @@ def weights(embed: int, mlp: int, queries: int) -> dict[str, np.ndarray]:
     return found | {"first": numbers(embed, seed=3), "second": numbers(embed, seed=4)}
 
 
-def layer(attended: Any, x: Any, w: Any) -> Any:
+def with_numbers(y: Any, matrix: Any, transposed: bool = False) -> Any:
+    return product(y, matrix, transposed=transposed)
+
+
+def layer(attended: Any, x: Any, w: Any, multiply: Any = with_numbers) -> Any:
     """From what attention gives to the next queries, as a decoder's layers are traced: arrays with a batch of one."""
 
-    def times(y: Any, matrix: Any, transposed: bool = False) -> Any:
-        return product(y.reshape(-1, y.shape[-1]), matrix, transposed=transposed)[None]
+    def times(y: Any, matrix: Any, **options: Any) -> Any:
+        return multiply(y.reshape(-1, y.shape[-1]), matrix, **options)[None]
 
     def norm(y: Any, scale: Any) -> Any:
         return rms_norm(y, scale, epsilon=EPSILON, accumulate="float32")
@@ -70,6 +79,42 @@ def layer_in_float64(attended: Any, x: Any, given: dict[str, np.ndarray]) -> Any
     x = x + (gate / (1 + np.exp(-gate)) * (normed @ w["up"])) @ w["down"]
     normed = norm(x, w["second"])
     return x, normed @ w["queries"], normed @ w["tied"].T
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["inner", "group"])
+@dataclass
+class Coded:
+    """A matrix in codes."""
+
+    arrays: dict[str, Any]
+    inner: int
+    group: int
+
+
+def coded(shape: tuple[int, int], kind: str, group: int) -> tuple[Coded, np.ndarray]:
+    """A matrix in codes, and its numbers in float64."""
+    rows, inner = shape
+    given = quantised_case(kind.removesuffix(" coded"), QuantisedSpec("", (1,), inner, rows, group))
+    _, codes, scales, levels, numbers = given
+    size = numbers.std() * rows**0.5
+    table, after = None, (scales / size).astype(np.float32)
+    if kind.endswith(" coded"):
+        table = (np.random.default_rng(0).normal(size=200) / size).astype(np.float32)
+        places = np.random.default_rng(1).integers(0, 200, scales.shape, np.uint8)
+        after = table[places]
+    numbers = numbers * np.repeat(after.astype(np.float64) / scales, group, 1)[:, :inner]
+    scales = after if table is None else places
+    arrays = {"codes": codes, "scales": scales, "levels": levels, "scale_table": table}
+    return Coded(arrays, inner, group), numbers
+
+
+def with_codes(y: Any, matrix: Coded, transposed: bool = False) -> Any:
+    def along(z: Any) -> Any:
+        return quantised_matmul(z, **matrix.arrays, group=matrix.group, implementation="native")
+
+    if transposed:
+        return along(y)
+    return jax.linear_transpose(along, jax.ShapeDtypeStruct((y.shape[0], matrix.inner), jnp.float32))(y)[0]
 
 
 def calls(function: Callable[..., Any], *args: Any) -> list[tuple[str, int]]:
@@ -96,6 +141,71 @@ def check(rows: int, *sizes: int) -> None:
 @pytest.mark.parametrize("sizes", SIZES)
 def test_values(sizes: tuple[int, ...]) -> None:
     check(*sizes)
+
+
+def check_codes(kind: str, group: int, rows: int, *sizes: int) -> None:
+    attended, x, w = numbers(1, rows, sizes[0]), numbers(1, rows, sizes[0], seed=5), weights(*sizes)
+    plain = dict(w)
+    for key, matrix in w.items():
+        if matrix.ndim == 2:
+            w[key], plain[key] = coded(matrix.shape, kind, group)
+    in_codes = partial(layer, multiply=with_codes)
+    run = jax.jit(chained(in_codes))
+    got = run(attended, x, w)
+    for one, want in zip(got, layer_in_float64(attended, x, plain), strict=True):
+        np.testing.assert_allclose(one, want, rtol=0, atol=5e-6 * np.abs(want).max())
+    # As one by one, except for what lies between the products.
+    for one, want in zip(got, jax.jit(in_codes)(attended, x, w), strict=True):
+        np.testing.assert_allclose(one, want, rtol=0, atol=5e-6 * np.abs(want).max())
+    for _ in range(20):
+        for one, again in zip(got, run(attended, x, w), strict=True):
+            np.testing.assert_array_equal(one, again)
+
+
+CODES = [
+    (1, 64, 256, 1100, 96),
+    (1, 32, 131, 77, 50),
+    (3, 7, 64, 200, 17),
+    (8, 32, 256, 520, 96),
+    (5, 48, 131, 300, 50),
+]
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("sizes", CODES)
+@pytest.mark.parametrize("kind", [*KINDS, "int8 coded", "table coded"])
+def test_matrices_in_codes(kind: str, sizes: tuple[int, ...]) -> None:
+    check_codes(kind, sizes[1], sizes[0], *sizes[2:])
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_layer_with_codes_is_one_call(rows: int) -> None:
+    sizes = 256, 520, 96
+    w: dict[str, Any] = weights(*sizes)
+    every = sum(matrix.size for matrix in w.values() if matrix.ndim == 2)
+    mixed = w | {key: coded(w[key].shape, "int4", 32)[0] for key in w if w[key].ndim == 2 and key != "down"}
+
+    def multiply(y: Any, matrix: Any, **options: Any) -> Any:
+        return (with_codes if isinstance(matrix, Coded) else with_numbers)(y, matrix, **options)
+
+    mix = partial(layer, multiply=multiply)
+    given = numbers(1, rows, 256), numbers(1, rows, 256, seed=5), mixed
+    assert calls(chained(mix), *given) == [("chain", 3)]
+    assert calls(mix, *given) == [("product", 1)]
+    assert count_flops(chained(mix), *given).total == 2 * rows * every == count_flops(mix, *given).total
+    for got, want in zip(jax.jit(chained(mix))(*given), jax.jit(mix)(*given), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=5e-6 * np.abs(want).max())
+
+
+def test_many_rows_times_codes_are_left_alone() -> None:
+    """The chain's kernels make numbers of the codes for each few rows."""
+    w, x = coded((256, 512), "int8", 64)[0], numbers(9, 256)
+
+    def two(x: Any, w: Any) -> Any:
+        return with_codes(x, w) + with_codes(x + 1, w)
+
+    assert calls(chained(two), x, w) == []
+    assert calls(chained(two), x[:8], w) == [("chain", 1)]
 
 
 @pytest.mark.parametrize("rows", [1, 5])
@@ -188,7 +298,9 @@ def test_gates_far_from_zero() -> None:
     # More than a vector of any instruction set, and an incomplete one.
     gates = np.array([values * 3, values[::-1] * 3], np.float32)
     others, out = np.full_like(gates, 2.0), jax.ShapeDtypeStruct(gates.shape, jnp.float32)
-    (got,) = call("capibara_thin_chain", [out], gates, others, rows=2, ops=(2, 0, 1, 0), outputs=(2,))
+    (got,) = call(
+        "capibara_thin_chain", [out], gates, others, rows=2, ops=(2, 0, 1, 0), matrices=(), outputs=(2,)
+    )
     np.testing.assert_allclose(got, 2 * jax.nn.silu(gates), rtol=1e-6, atol=1e-36)
 
 
@@ -198,9 +310,12 @@ def test_other_instruction_sets(name: str) -> None:
     program = """
 import json
 from capibara import native
-from test_chained import SIZES, check, check_rows_alone
+from test_chained import CODES, KINDS, SIZES, check, check_codes, check_rows_alone
 for sizes in SIZES:
     check(*sizes)
+for rows, group, *sizes in CODES:
+    for kind in KINDS:
+        check_codes(kind, group, rows, *sizes)
 check_rows_alone()
 print("RESULT", json.dumps(native.isa()))
 """
@@ -217,11 +332,10 @@ def test_calls_whose_arrays_do_not_fit_together_are_refused() -> None:
         outputs: tuple[int, ...],
         out: Any = fits,
         rows: int = 2,
+        matrices: tuple[int, ...] = (),
     ) -> Any:
-        found = call(
-            "capibara_thin_chain", [out] * len(outputs), *arrays, rows=rows, ops=ops, outputs=outputs
-        )
-        return jax.block_until_ready(found)
+        attributes: dict[str, Any] = {"rows": rows, "ops": ops, "matrices": matrices, "outputs": outputs}
+        return jax.block_until_ready(call("capibara_thin_chain", [out] * len(outputs), *arrays, **attributes))
 
     product_of = (0, 0, 1, 0)
     (good,) = run((x, w), product_of, (2,))
@@ -241,6 +355,30 @@ def test_calls_whose_arrays_do_not_fit_together_are_refused() -> None:
         ((x, w, scale), (*product_of, 3, 3, 2, 0), (4,)),
         ((x, w.astype(np.int32)), product_of, (2,)),
         ((x, w[None]), product_of, (2,)),
+    ]
+    codes, scales = np.ones((8, 16), np.int8), np.ones((8, 2), np.float32)
+    nothing = np.zeros(0, np.float32)
+    matrix, of_codes = (2, 3, 3, 16, 8, 1), (4, 0, 1, 0)
+    arrays = x, codes, scales, nothing
+    (good,) = run(arrays, of_codes, (4,), matrices=matrix)
+    np.testing.assert_array_equal(good, np.full((2, 16), 8.0))
+    many, wide = np.ones((9, 8), np.float32), jax.ShapeDtypeStruct((9, 16), jnp.float32)
+    wrong += [
+        (arrays, of_codes, (4,), fits, 2, matrix[:5]),
+        (arrays, (4, 0, 1, 1), (4,), fits, 2, matrix),
+        (arrays, (4, 0, 1, -1), (4,), fits, 2, matrix),
+        (arrays, of_codes, (4,), fits, 2, ()),
+        (arrays, of_codes, (4,), fits, 2, (9, *matrix[1:])),
+        (arrays, of_codes, (4,), fits, 2, (*matrix[:3], 17, 8, 1)),
+        (arrays, of_codes, (4,), fits, 2, (*matrix[:3], -16, 8, 1)),
+        (arrays, of_codes, (4,), fits, 2, (*matrix[:3], 16, 0, 1)),
+        (arrays, of_codes, (4,), fits, 2, (*matrix[:3], 16, 4, 1)),
+        (arrays, of_codes, (4,), fits, 2, (*matrix[:5], 0)),
+        (arrays, (4, 0, 2, 0), (4,), fits, 2, matrix),
+        (arrays, (*of_codes, 4, 0, 4, 0), (5,), fits, 2, matrix),
+        ((x, codes, scales.astype(np.int32), nothing), of_codes, (4,), fits, 2, matrix),
+        ((x, codes, scales, scale), of_codes, (4,), fits, 2, matrix),
+        ((many, codes, scales, nothing), of_codes, (4,), wide, 9, matrix),
     ]
     for given in wrong:
         with pytest.raises(Exception, match="capibara chain of few rows"):

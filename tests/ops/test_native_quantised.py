@@ -32,6 +32,7 @@ PROBLEMS = (
     QuantisedSpec("one", (1,), 192, 9, 64),
     QuantisedSpec("three", (3,), 128, 6, 32),
     QuantisedSpec("six, with ends", (6,), 75, 11, 32),
+    QuantisedSpec("three chunks a group", (4,), 151, 10, 48),
     QuantisedSpec("odd groups", (2,), 101, 5, 7),
     QuantisedSpec("half a chunk", (1,), 96, 5, 16),
     QuantisedSpec("few codes a group", (9,), 40, 7, 2),

@@ -47,7 +47,7 @@ class _Product(ctypes.Structure):
         ("matrix", _Codes),
         ("across", ctypes.c_bool),
         *((name, ctypes.c_int64) for name in ("count", "threads")),
-        *((name, ctypes.c_void_p) for name in ("x", "out", "packed")),
+        *((name, ctypes.c_void_p) for name in ("x", "out", "room")),
     )
 
 

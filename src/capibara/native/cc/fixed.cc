@@ -35,9 +35,9 @@ CAPIBARA_EXPORT void capibara_codes_decode(const capibara::Codes* codes, int64_t
     capibara::isa().quantised->decode(*codes, row, begin, end, top, out);
 }
 
-// A product on up to `threads` threads of its own; `packed` is not looked at. 0, or -2 without memory.
+// A product on up to `threads` threads of its own; `room` is not looked at. 0, or -2 without memory.
 CAPIBARA_EXPORT int32_t capibara_codes_multiply(const capibara::CodesProduct* product) try {
-  const auto room = [](int64_t floats) {
+  const auto taken = [](int64_t floats) {
     const size_t bytes = (static_cast<size_t>(std::max<int64_t>(floats, 1)) * sizeof(float) + 63) / 64 * 64;
     std::unique_ptr<float, decltype(&std::free)> found(static_cast<float*>(std::aligned_alloc(64, bytes)), &std::free);
     if (found == nullptr) throw std::bad_alloc();
@@ -45,12 +45,12 @@ CAPIBARA_EXPORT int32_t capibara_codes_multiply(const capibara::CodesProduct* pr
   };
   capibara::CodesProduct p = *product;
   const auto& kernels = *capibara::isa().quantised;
-  const auto packed = room(kernels.packed(p));
-  p.packed = packed.get();
+  const auto room = taken(kernels.room(p));
+  p.room = room.get();
   const int threads = static_cast<int>(p.threads);
   for (int64_t i = 0; i < kernels.pack_items(p); ++i) kernels.pack(p, i);
   capibara::each(threads, kernels.items(p), [&](int64_t i) {
-    const auto scratch = room(kernels.scratch(p));
+    const auto scratch = taken(kernels.scratch(p));
     kernels.multiply(p, i, scratch.get());
   });
   if (kernels.block(p) != 0) kernels.finish(p, 0);

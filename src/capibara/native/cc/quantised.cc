@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "codes_buffers.h"
 #include "isa.h"
 #include "parallel.h"
 #include "several.h"
@@ -20,37 +21,20 @@ ffi::Error refuse(const char* why) {
 
 constexpr size_t kSmall = 1 << 15;  // numbers that are packed before another thread is awake
 
-bool is_matrix(const ffi::AnyBuffer& x) { return x.dimensions().size() == 2; }
-
 using capibara::CodesProduct;
 
-// The product of x with one matrix, or what is wrong: x [count, inner] (across: [count, rows]), codes, scales
-// [rows, groups]; levels [16] of codes of four bits, else none; a table of 256 if scales are codes themselves, else none.
+// The product of x [count, inner] (across: [count, rows]) with one matrix, or what is wrong.
 const char* describe(CodesProduct& p, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scales,
                      ffi::AnyBuffer levels, ffi::AnyBuffer table, ffi::AnyBuffer out, int64_t inner, int64_t group,
                      bool across) {
-  if (!is_matrix(x) || !is_matrix(codes) || !is_matrix(scales) || !is_matrix(out) || group < 1 || inner < 0)
-    return "the arrays must have two axes, and groups a number";
-  p.w.four = codes.element_type() == ffi::U8;
-  if ((!p.w.four && codes.element_type() != ffi::S8) || x.element_type() != ffi::F32 ||
-      out.element_type() != ffi::F32 || table.element_type() != ffi::F32 || levels.element_type() != ffi::F32)
-    return "the arrays' types do not fit";
-  const bool coded = scales.element_type() == ffi::U8;
-  if (!coded && scales.element_type() != ffi::F32) return "scales must be float32 or uint8";
-  p.w.rows = codes.dimensions()[0], p.w.width = codes.dimensions()[1];
-  // Without a sum that the largest numbers would overflow.
-  p.w.inner = inner, p.w.group = group, p.w.groups = inner / group + (inner % group != 0);
+  const char* const why = capibara::read_codes(p.w, codes, scales, levels, table, inner, group);
+  if (why != nullptr) return why;
+  if (x.element_type() != ffi::F32 || out.element_type() != ffi::F32) return "the arrays' types do not fit";
+  if (x.dimensions().size() != 2 || out.dimensions().size() != 2) return "the arrays must have two axes";
   p.count = x.dimensions()[0], p.across = across;
-  if (p.w.width != (p.w.four ? inner / 2 + inner % 2 : inner) || scales.dimensions()[0] != p.w.rows ||
-      scales.dimensions()[1] != p.w.groups || x.dimensions()[1] != (across ? p.w.rows : inner) ||
-      out.dimensions()[0] != p.count || out.dimensions()[1] != (across ? inner : p.w.rows) ||
-      table.element_count() != (coded ? 256u : 0u) || levels.element_count() != (p.w.four ? 16u : 0u))
+  if (x.dimensions()[1] != (across ? p.w.rows : inner) || out.dimensions()[0] != p.count ||
+      out.dimensions()[1] != (across ? inner : p.w.rows))
     return "the arrays' shapes do not fit together";
-  p.w.codes = static_cast<const uint8_t*>(codes.untyped_data());
-  p.w.scales = coded ? nullptr : static_cast<const float*>(scales.untyped_data());
-  p.w.scale_codes = coded ? static_cast<const uint8_t*>(scales.untyped_data()) : nullptr;
-  p.w.table = static_cast<const float*>(table.untyped_data());
-  p.w.levels = static_cast<const float*>(levels.untyped_data());
   p.x = static_cast<const float*>(x.untyped_data());
   p.out = static_cast<float*>(out.untyped_data());
   return nullptr;
@@ -82,7 +66,7 @@ ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs ar
   if (products.empty()) return ffi::Error::Success();
   const auto& kernels = *capibara::isa().quantised;
   capibara::Room room;
-  for (auto& p : products) room.add(&p.packed, kernels.packed(p));
+  for (auto& p : products) room.add(&p.room, kernels.room(p));
   const auto exhausted = [] { return ffi::Error(ffi::ErrorCode::kResourceExhausted, "capibara: out of memory"); };
   if (!room.take()) return exhausted();
   using capibara::Crew;

@@ -26,13 +26,15 @@ struct CodesProduct {
   int64_t threads;
   const float* x;
   float* out;
-  float* packed;  // room for what `packed` says, begins a line of the cache
+  float* room;  // as large as `room` says, begins a line of the cache
 };
+
+constexpr int64_t kFewVectors = 8;  // and fewer: nothing is packed
 
 // Every item of pack, then every item of multiply. These come in blocks of so many, one after the other; when all of a
 // block are done, it is finished. An item's scratch is its thread's.
 struct QuantisedKernels {
-  int64_t (*packed)(const CodesProduct&);  // floats
+  int64_t (*room)(const CodesProduct&);  // floats
   int64_t (*pack_items)(const CodesProduct&);
   void (*pack)(const CodesProduct&, int64_t item);
   int64_t (*items)(const CodesProduct&);
@@ -40,6 +42,10 @@ struct QuantisedKernels {
   void (*multiply)(const CodesProduct&, int64_t item, float* scratch);
   int64_t (*block)(const CodesProduct&);  // items; 0: nothing has to be finished
   void (*finish)(const CodesProduct&, int64_t block);
+  // Of few vectors: columns of the result of one of them, `first` a multiple of 64, instead of `finish`.
+  void (*finish_columns)(const CodesProduct&, int64_t row, int64_t first, int64_t count);
+  // Brings a part of what an item reads of the matrix nearer, from the first on; whether there are more parts.
+  bool (*fetch)(const CodesProduct&, int64_t item, int64_t part);
   // A row's columns `begin` (a multiple of 64) to `end` as numbers, those beyond ±top as that.
   void (*decode)(const Codes&, int64_t row, int64_t begin, int64_t end, float top, float* out);
 };

@@ -44,22 +44,64 @@ static inline __attribute__((always_inline)) WordVec widen(const uint8_t* p) {
 // Codes of eight bits, which are the levels.
 struct Eight {
   static constexpr int kVecs = 1;  // vectors of a chunk
+  static constexpr int kMostVecs = 4;  // of chunks that are read at once
   static constexpr int kChunk = kWidth;
   static inline int64_t byte(int64_t column) { return column; }
   struct Table {
     explicit Table(const Codes&) {}
   };
+  // V vectors of numbers, kVecs of each chunk.
+  template <int V>
   static inline __attribute__((always_inline)) void read(const uint8_t* p, const Table&, Vec* to) {
-    to[0] = __builtin_convertvector(widen(reinterpret_cast<const int8_t*>(p)), Vec);
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) to[v] = __builtin_convertvector(widen(reinterpret_cast<const int8_t*>(p) + v * kWidth), Vec);
   }
   static inline float level(const Codes&, const uint8_t* row, int64_t column) {
     return float(int8_t(row[column]));
   }
 };
 
-// Codes of four bits.
-struct Four {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+typedef uint8_t ByteVec __attribute__((vector_size(32)));
+typedef uint32_t LooseWords __attribute__((vector_size(16), aligned(1), may_alias));
+
+// The levels of 32 codes in the order of two chunks: a shuffle of bytes looks up one byte of the levels of all, and the
+// bytes are put together. Levels in 16 bits have zeros for the lower two bytes.
+template <bool kShort>
+static inline __attribute__((always_inline)) void look_up(const uint8_t* p, const ByteVec* planes, Vec* to) {
+  // Of each half of the bytes that will lie in a lane, the lower and the upper codes.
+  const ByteVec places = {0, 1, 2, 3, 0, 1, 2, 3, 8,  9,  10, 11, 8,  9,  10, 11,
+                          4, 5, 6, 7, 4, 5, 6, 7, 12, 13, 14, 15, 12, 13, 14, 15};
+  const WordVec by = {0, 4, 0, 4, 0, 4, 0, 4};
+  ByteVec both, found[4], pairs[4];
+  asm("vbroadcasti128 %1, %0" : "=x"(both) : "m"(*reinterpret_cast<const LooseWords*>(p)));
+  asm("vpshufb %2, %1, %0" : "=x"(both) : "x"(both), "xm"(places));
+  const ByteVec codes = (ByteVec)((WordVec)both >> by) & 15;
+#pragma GCC unroll 4
+  for (int i = kShort ? 2 : 0; i < 4; ++i) asm("vpshufb %2, %1, %0" : "=x"(found[i]) : "x"(planes[i]), "x"(codes));
+#pragma GCC unroll 2
+  for (int i = kShort ? 1 : 0; i < 2; ++i) {
+    asm("vpunpcklbw %2, %1, %0" : "=x"(pairs[2 * i]) : "x"(found[2 * i]), "x"(found[2 * i + 1]));
+    asm("vpunpckhbw %2, %1, %0" : "=x"(pairs[2 * i + 1]) : "x"(found[2 * i]), "x"(found[2 * i + 1]));
+  }
+  if (kShort) pairs[0] = pairs[1] = (ByteVec){};
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    asm("vpunpcklwd %2, %1, %0" : "=x"(to[2 * i]) : "x"(pairs[i]), "x"(pairs[2 + i]));
+    asm("vpunpckhwd %2, %1, %0" : "=x"(to[2 * i + 1]) : "x"(pairs[i]), "x"(pairs[2 + i]));
+  }
+}
+#endif
+
+// Codes of four bits. kShort: their levels are numbers of 16 bits, as bfloat16 has them.
+template <bool kShort>
+struct FourOf {
   static constexpr int kVecs = 2;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  static constexpr int kMostVecs = 4;
+#else
+  static constexpr int kMostVecs = 2;
+#endif
   static constexpr int kChunk = 2 * kWidth;
   static inline int64_t byte(int64_t column) { return column >> 1; }
   struct Table {
@@ -69,12 +111,21 @@ struct Four {
     explicit Table(const Codes& w) : levels(w.levels), all(load(w.levels)) {}
 #elif defined(__AVX2__)
     Vec low, high;
-    explicit Table(const Codes& w) : levels(w.levels), low(load(w.levels)), high(load(w.levels + 8)) {}
+    ByteVec planes[4];
+    explicit Table(const Codes& w) : levels(w.levels), low(load(w.levels)), high(load(w.levels + 8)) {
+      const uint8_t* const bytes = reinterpret_cast<const uint8_t*>(w.levels);
+      for (int i = 0; i < 4; ++i)
+        for (int l = 0; l < 32; ++l) planes[i][l] = bytes[l % 16 * 4 + i];
+    }
 #else
     explicit Table(const Codes& w) : levels(w.levels) {}
 #endif
   };
+  template <int V>
   static inline __attribute__((always_inline)) void read(const uint8_t* p, const Table& t, Vec* to) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    if (V == 4) return look_up<kShort>(p, t.planes, to);
+#endif
 #if defined(__AVX512F__)
     // The permutation looks at the lowest four bits of each lane.
     const WordVec both = widen(p), upper = both >> 4;
@@ -99,6 +150,9 @@ struct Four {
     return w.levels[column % 2 == 0 ? row[column / 2] & 15 : row[column / 2] >> 4];
   }
 };
+
+using Four = FourOf<false>;
+using ShortFour = FourOf<true>;
 
 // Where in an arranged row a column lies.
 template <typename C>
@@ -156,7 +210,7 @@ static inline __attribute__((always_inline)) void numbers(const Codes& w, const 
       const Vec scale = splat(scales[g]);
       for (; k < stop; k += C::kChunk) {
         Vec values[C::kVecs];
-        C::read(codes + C::byte(k), table, values);
+        C::template read<C::kVecs>(codes + C::byte(k), table, values);
 #pragma GCC unroll 2
         for (int v = 0; v < C::kVecs; ++v) values[v] *= scale;
         put(k, values);
@@ -165,7 +219,7 @@ static inline __attribute__((always_inline)) void numbers(const Codes& w, const 
   } else {
     for (int64_t k = begin; k < whole; k += C::kChunk) {
       Vec values[C::kVecs], scale[C::kVecs];
-      C::read(codes + C::byte(k), table, values);
+      C::template read<C::kVecs>(codes + C::byte(k), table, values);
       spread<C>(w, scales, k, scale);
 #pragma GCC unroll 2
       for (int v = 0; v < C::kVecs; ++v) values[v] *= scale[v];

@@ -5,25 +5,23 @@
 
 namespace CAPIBARA_ISA {
 
-static bool is_thin(const CodesProduct& p) { return p.count <= kThin; }
+static bool is_thin(const CodesProduct& p) { return p.count <= capibara::kFewVectors; }
 static bool is_empty(const CodesProduct& p) { return p.count == 0 || p.w.rows == 0 || p.w.inner == 0; }
 
-static int64_t codes_packed(const CodesProduct& p) {
+static int64_t codes_room(const CodesProduct& p) {
   if (is_empty(p)) return 0;
   if (p.across)
     return is_thin(p) ? parts(p.w.rows, thin_share(p)) * p.count * p.w.inner
                       : parts(p.w.rows, kDeep) * p.count * kDeepStep;
-  return is_thin(p) ? (p.w.four ? p.count * p.w.inner : 0) : up(p.count, kPanel) * p.w.inner;
+  return is_thin(p) ? 0 : up(p.count, kPanel) * p.w.inner;
 }
 
 static int64_t codes_pack_items(const CodesProduct& p) {
-  if (is_empty(p)) return 0;
-  if (is_thin(p)) return !p.across && p.w.four ? p.count : 0;
+  if (is_empty(p) || is_thin(p)) return 0;
   return p.across ? parts(p.w.rows, kDeep) : parts(p.count, kPanel) * parts(p.w.inner, kDeep);
 }
 
 static void codes_pack(const CodesProduct& p, int64_t item) {
-  if (is_thin(p)) return arrange_thin(p, item);
   if (p.across) return pack_blocks(p, item);
   p.w.four ? pack_panels<Four>(p, item) : pack_panels<Eight>(p, item);
 }
@@ -36,10 +34,21 @@ static int64_t codes_items(const CodesProduct& p) {
 }
 
 static int64_t codes_scratch(const CodesProduct& p) {
-  if (is_thin(p)) return p.across ? kAbreastAcross * kTogetherAcross * p.w.groups : p.w.inner;
+  if (is_thin(p)) return p.across ? kAbreastAcross * kTogetherAcross * p.w.groups : (1 + p.count) * p.w.inner;
   if (p.across)
     return kDeep * kMostColumns + least(p.count, kMostAcross) * (kMostColumns + 16);
   return kMostRows * (kDeepStep + up(least(p.count, kMostVectors), kPanel) + 16);
+}
+
+// Whether levels are numbers of 16 bits, where that is of use.
+static bool levels_are_short(const Codes& w) {
+  if (ShortFour::kMostVecs == ShortFour::kVecs) return false;
+  uint32_t lower = 0, bits;
+  for (int i = 0; i < 16; ++i) {
+    __builtin_memcpy(&bits, w.levels + i, sizeof bits);
+    lower |= bits << 16;
+  }
+  return lower == 0;
 }
 
 template <typename C>
@@ -48,12 +57,17 @@ static void multiply_as(const CodesProduct& p, int64_t item, float* scratch) {
   p.across ? wide_across<C>(p, item, scratch) : wide<C>(p, item, scratch);
 }
 static void codes_multiply(const CodesProduct& p, int64_t item, float* scratch) {
-  p.w.four ? multiply_as<Four>(p, item, scratch) : multiply_as<Eight>(p, item, scratch);
+  if (!p.w.four) return multiply_as<Eight>(p, item, scratch);
+  is_thin(p) && levels_are_short(p.w) ? multiply_as<ShortFour>(p, item, scratch) : multiply_as<Four>(p, item, scratch);
 }
 
 static int64_t codes_block(const CodesProduct& p) { return p.across && is_thin(p) ? codes_items(p) : 0; }
+static void codes_finish_columns(const CodesProduct& p, int64_t row, int64_t first, int64_t count) {
+  if (!p.across) return;
+  p.w.four ? finish_thin<Four>(p, row, first, count) : finish_thin<Eight>(p, row, first, count);
+}
 static void codes_finish(const CodesProduct& p, int64_t) {
-  for (int64_t n = 0; n < p.count; ++n) p.w.four ? finish_thin<Four>(p, n) : finish_thin<Eight>(p, n);
+  for (int64_t n = 0; n < p.count; ++n) codes_finish_columns(p, n, 0, p.w.inner);
 }
 
 template <typename C>
@@ -81,7 +95,8 @@ static void codes_decode(const Codes& w, int64_t row, int64_t begin, int64_t end
 }
 
 extern const capibara::QuantisedKernels kQuantised;
-const capibara::QuantisedKernels kQuantised = {codes_packed,  codes_pack_items, codes_pack,         codes_items,
-                                               codes_scratch, codes_multiply,   codes_block,      codes_finish, codes_decode};
+const capibara::QuantisedKernels kQuantised = {codes_room,     codes_pack_items, codes_pack,           codes_items, codes_scratch,
+                                               codes_multiply, codes_block,      codes_finish,         codes_finish_columns, fetch_thin,
+                                               codes_decode};
 
 }  // namespace CAPIBARA_ISA

@@ -8,7 +8,6 @@ namespace CAPIBARA_ISA {
 
 using capibara::CodesProduct;
 
-constexpr int64_t kThin = 8;           // vectors
 constexpr int kTogether = 4;           // of them
 constexpr int64_t kThinWork = 1 << 15;  // codes that are worth an item
 #if defined(__AVX512F__)
@@ -51,6 +50,37 @@ static __attribute__((noinline)) float scaled_first(const Codes& w, const typena
   return found + sum(total);
 }
 
+// V vectors of columns of R rows, times N vectors.
+template <typename C, int V, int R, int N>
+static inline __attribute__((always_inline)) void add_columns(const uint8_t* codes, int64_t width,
+                                                              const typename C::Table& table, const float* x,
+                                                              int64_t inner, const Vec (&scale)[R], Vec (&part)[R],
+                                                              Vec (&total)[R][N]) {
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    Vec values[V];
+    C::template read<V>(codes + r * width, table, values);
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+      if (N == 1) {
+        part[r] += values[v] * load(x + v * kWidth);
+      } else {
+        const Vec value = values[v] * scale[r];
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) total[r][n] += value * load(x + n * inner + v * kWidth);
+      }
+    }
+  }
+}
+
+// Brings the rows nearer that are read after these R, when a line of the cache begins.
+template <typename C, int R>
+static inline __attribute__((always_inline)) void bring_next(const uint8_t* codes, int64_t width, int64_t k) {
+  if (C::byte(k) % 64 == 0)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) __builtin_prefetch(codes + (R + r) * width + C::byte(k));
+}
+
 // R rows times N vectors, whose groups are whole chunks.
 template <typename C, bool kCoded, int R, int N>
 static inline void whole_groups(const CodesProduct& p, const typename C::Table& table, int64_t row, const float* x,
@@ -65,24 +95,13 @@ static inline void whole_groups(const CodesProduct& p, const typename C::Table& 
     Vec scale[R], part[R] = {};
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) scale[r] = splat(scales[r * w.groups + g]);
+    constexpr int64_t kOnce = C::kMostVecs * kWidth;
+    for (; k + kOnce <= stop; k += kOnce) {
+      bring_next<C, R>(codes, w.width, k);
+      add_columns<C, C::kMostVecs, R, N>(codes + C::byte(k), w.width, table, x + k, inner, scale, part, total);
+    }
     for (; k < stop; k += C::kChunk)
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-        Vec values[C::kVecs];
-        C::read(codes + r * w.width + C::byte(k), table, values);
-        // The rows that are read next.
-        if (C::byte(k) % 64 == 0) __builtin_prefetch(codes + (R + r) * w.width + C::byte(k));
-#pragma GCC unroll 2
-        for (int v = 0; v < C::kVecs; ++v) {
-          if (N == 1) {
-            part[r] += values[v] * load(x + k + v * kWidth);
-          } else {
-            const Vec value = values[v] * scale[r];
-#pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) total[r][n] += value * load(x + n * inner + k + v * kWidth);
-          }
-        }
-      }
+      add_columns<C, C::kVecs, R, N>(codes + C::byte(k), w.width, table, x + k, inner, scale, part, total);
     if (N == 1)
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) total[r][0] += part[r] * scale[r];
@@ -133,10 +152,27 @@ static void thin_rows(const CodesProduct& p, int64_t first, int64_t last, const 
   }
 }
 
+// A vector, arranged.
+template <typename C>
+static void arrange(const float* from, int64_t inner, float* to) {
+  int64_t k = 0;
+  for (; k + C::kChunk <= inner; k += C::kChunk) {
+    const Vec a = load(from + k), b = load(from + k + kWidth);
+    store(to + k, pick(a, b, 2 * lanes()));
+    store(to + k + kWidth, pick(a, b, 2 * lanes() + 1));
+  }
+  for (; k < inner; ++k) to[k] = from[k];
+}
+
 template <typename C>
 static void thin(const CodesProduct& p, int64_t item, float* scratch) {
   const int64_t share = thin_share(p), first = item * share, last = least(first + share, p.w.rows);
-  const float* const x = C::kVecs == 1 ? p.x : p.packed;
+  const float* x = p.x;
+  if (C::kVecs > 1) {
+    float* const arranged = scratch + p.w.inner;
+    for (int64_t n = 0; n < p.count; ++n) arrange<C>(x + n * p.w.inner, p.w.inner, arranged + n * p.w.inner);
+    x = arranged;
+  }
   for (int64_t n = 0; n < p.count; n += kTogether) {
     const float* const from = x + n * p.w.inner;
     float* const to = p.out + n * p.w.rows;
@@ -152,17 +188,51 @@ static void thin(const CodesProduct& p, int64_t item, float* scratch) {
 // Across, each item has some rows and sums of its own, as long as a row.
 
 // What codes of R rows are multiplied by for N vectors: their scale times the vector's number, [R][N][groups].
-template <int R, int N>
-static inline void scaled_vectors(const CodesProduct& p, int64_t row, int64_t vector, float* to) {
+template <bool kCoded, int R, int N>
+static inline void scale_vectors(const CodesProduct& p, int64_t row, int64_t vector, float* to) {
+  const int64_t groups = p.w.groups;
   for (int r = 0; r < R; ++r) {
-    const Scales scales(p.w, row + r);
+    const KnownScales<kCoded> scales(p.w, row + r);
     float x[N];
     for (int n = 0; n < N; ++n) x[n] = p.x[(vector + n) * p.w.rows + row + r];
-    for (int64_t g = 0; g < p.w.groups; ++g) {
-      const float scale = scales[g];
-      for (int n = 0; n < N; ++n) to[(r * N + n) * p.w.groups + g] = scale * x[n];
+    for (int n = 0; n < N; ++n)
+#pragma GCC unroll 8
+      for (int64_t g = 0; g < groups; ++g) to[(r * N + n) * groups + g] = scales[g] * x[n];
+  }
+}
+
+template <int R, int N>
+static inline void scaled_vectors(const CodesProduct& p, int64_t row, int64_t vector, float* to) {
+  p.w.scales == nullptr ? scale_vectors<true, R, N>(p, row, vector, to)
+                        : scale_vectors<false, R, N>(p, row, vector, to);
+}
+
+// V vectors of columns of R rows, by what each row is multiplied by.
+template <typename C, int V, int R, int N>
+static inline __attribute__((always_inline)) void add_columns_across(const uint8_t* codes, int64_t width,
+                                                                     const typename C::Table& table,
+                                                                     const float* factor, int64_t groups, float* sums,
+                                                                     int64_t inner) {
+  Vec total[N][V];
+#pragma GCC unroll 4
+  for (int n = 0; n < N; ++n)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) total[n][v] = load(sums + n * inner + v * kWidth);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    Vec values[V];
+    C::template read<V>(codes + r * width, table, values);
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+      const Vec by = splat(factor[(r * N + n) * groups]);
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) total[n][v] += values[v] * by;
     }
   }
+#pragma GCC unroll 4
+  for (int n = 0; n < N; ++n)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) store(sums + n * inner + v * kWidth, total[n][v]);
 }
 
 template <typename C, int R, int N>
@@ -175,30 +245,13 @@ static inline void whole_groups_across(const CodesProduct& p, const typename C::
   for (int64_t k = 0, g = 0; k < whole; ++g) {
     const int64_t stop = least(k + w.group, whole);
     const float* const factor = factors + g;
-    for (; k < stop; k += C::kChunk) {
-      Vec total[N][C::kVecs];
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n)
-#pragma GCC unroll 2
-        for (int v = 0; v < C::kVecs; ++v) total[n][v] = load(sums + n * inner + k + v * kWidth);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        Vec values[C::kVecs];
-        C::read(codes + r * w.width + C::byte(k), table, values);
-        // The rows that are read next.
-        if (C::byte(k) % 64 == 0) __builtin_prefetch(codes + (R + r) * w.width + C::byte(k));
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) {
-          const Vec by = splat(factor[(r * N + n) * w.groups]);
-#pragma GCC unroll 2
-          for (int v = 0; v < C::kVecs; ++v) total[n][v] += values[v] * by;
-        }
-      }
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n)
-#pragma GCC unroll 2
-        for (int v = 0; v < C::kVecs; ++v) store(sums + n * inner + k + v * kWidth, total[n][v]);
+    constexpr int64_t kOnce = C::kMostVecs * kWidth;
+    for (; k + kOnce <= stop; k += kOnce) {
+      bring_next<C, R>(codes, w.width, k);
+      add_columns_across<C, C::kMostVecs, R, N>(codes + C::byte(k), w.width, table, factor, w.groups, sums + k, inner);
     }
+    for (; k < stop; k += C::kChunk)
+      add_columns_across<C, C::kVecs, R, N>(codes + C::byte(k), w.width, table, factor, w.groups, sums + k, inner);
   }
   for (int r = 0; r < R; ++r)
     for (int64_t k = whole; k < inner; ++k) {
@@ -231,7 +284,7 @@ static void thin_across(const CodesProduct& p, int64_t item, float* scratch) {
   const Codes& w = p.w;
   const int64_t share = thin_share(p), first = item * share, last = least(first + share, w.rows);
   const typename C::Table table(w);
-  float* const mine = p.packed + item * p.count * w.inner;
+  float* const mine = p.room + item * p.count * w.inner;
   for (int64_t k = 0; k < p.count * w.inner; ++k) mine[k] = 0;
   if (w.group % C::kChunk == 0) {
     int64_t n = 0;
@@ -254,29 +307,16 @@ static void thin_across(const CodesProduct& p, int64_t item, float* scratch) {
     }
 }
 
-// The vectors, arranged.
-static void arrange_thin(const CodesProduct& p, int64_t n) {
-  const int64_t inner = p.w.inner, whole = inner - inner % Four::kChunk;
-  const float* const from = p.x + n * inner;
-  float* const to = p.packed + n * inner;
-  int64_t k = 0;
-  for (; k < whole; k += Four::kChunk) {
-    const Vec a = load(from + k), b = load(from + k + kWidth);
-    store(to + k, pick(a, b, 2 * lanes()));
-    store(to + k + kWidth, pick(a, b, 2 * lanes() + 1));
-  }
-  for (; k < inner; ++k) to[k] = from[k];
-}
-
-// One vector's sums of all items, in the order of columns.
+// A vector's sums of all items, from a column on that begins a chunk, in the order of columns.
 template <typename C>
-static void finish_thin(const CodesProduct& p, int64_t n) {
+static void finish_thin(const CodesProduct& p, int64_t n, int64_t first, int64_t count) {
   const int64_t inner = p.w.inner, whole = inner - inner % C::kChunk, items = parts(p.w.rows, thin_share(p));
-  const float* const from = p.packed + n * inner;
+  const int64_t end = first + count;
+  const float* const from = p.room + n * inner;
   float* const to = p.out + n * inner;
   const int64_t step = p.count * inner;
-  int64_t k = 0;
-  for (; k < whole; k += C::kChunk) {
+  int64_t k = first;
+  for (; k < least(whole, end); k += C::kChunk) {
     Vec total[2] = {};
     for (int64_t item = 0; item < items; ++item)
       for (int v = 0; v < C::kVecs; ++v) total[v] += load(from + item * step + k + v * kWidth);
@@ -288,11 +328,22 @@ static void finish_thin(const CodesProduct& p, int64_t n) {
       store(to + k + kWidth, pick(total[0], total[1], place + kWidth / 2));
     }
   }
-  for (; k < inner; ++k) {
+  for (; k < end; ++k) {
     float found = 0;
     for (int64_t item = 0; item < items; ++item) found += from[item * step + k];
     to[k] = found;
   }
+}
+
+// Parts of so many bytes, and as many as leave room in a core's own cache.
+constexpr int64_t kPart = 4096, kMostParts = 64;
+
+static bool fetch_thin(const CodesProduct& p, int64_t item, int64_t part) {
+  const int64_t share = thin_share(p), first = item * share, last = least(first + share, p.w.rows);
+  const uint8_t* const codes = p.w.codes + first * p.w.width;
+  const int64_t bytes = (last - first) * p.w.width;
+  for (int64_t j = part * kPart; j < least((part + 1) * kPart, bytes); j += 64) __builtin_prefetch(codes + j, 0, 2);
+  return part + 1 < least(parts(bytes, kPart), kMostParts);
 }
 
 }  // namespace CAPIBARA_ISA

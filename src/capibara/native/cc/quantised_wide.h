@@ -33,7 +33,7 @@ static void pack_panels(const CodesProduct& p, int64_t item) {
   const int64_t panel = item / deep, begin = item % deep * kDeep, end = least(begin + kDeep, inner);
   const int64_t n0 = panel * kPanel, there = least(p.count - n0, kPanel);
   const float* const from = p.x + n0 * inner;
-  float* const to = p.packed + panel * inner * kPanel;
+  float* const to = p.room + panel * inner * kPanel;
   int64_t k = begin;
   for (; k + C::kChunk <= end; k += C::kChunk)
     for (int64_t lane = 0; lane < kPanel; lane += kWidth) {
@@ -80,7 +80,7 @@ static void wide(const CodesProduct& p, int64_t item, float* scratch) {
           [&](int64_t k, float value) { to[k] = value; });
     }
     for (int64_t n = 0; n < vectors; n += kPanel) {
-      const float* const panel = p.packed + (n0 + n) * inner + k0 * kPanel;
+      const float* const panel = p.room + (n0 + n) * inner + k0 * kPanel;
       for (int64_t r = 0; r < height; r += kRows) {
         const int rows = int(least(kRows, height - r));
         const float* const a = block + r * kDeepStep;
@@ -112,7 +112,7 @@ static void wide(const CodesProduct& p, int64_t item, float* scratch) {
 // Across, vectors as [rows / kDeep][count][kDeepStep]. An item is a block of kDeep of the rows.
 static void pack_blocks(const CodesProduct& p, int64_t item) {
   const int64_t r0 = item * kDeep, depth = least(kDeep, p.w.rows - r0);
-  float* to = p.packed + item * p.count * kDeepStep;
+  float* to = p.room + item * p.count * kDeepStep;
   for (int64_t n = 0; n < p.count; ++n, to += kDeepStep) {
     const float* const from = p.x + n * p.w.rows + r0;
     for (int64_t r = 0; r < depth; ++r) to[r] = from[r];
@@ -145,7 +145,7 @@ static void wide_across(const CodesProduct& p, int64_t item, float* scratch) {
           },
           [&](int64_t k, float value) { *place(k) = value; });
     }
-    const float* const a = p.packed + (r0 / kDeep * p.count + n0) * kDeepStep;
+    const float* const a = p.room + (r0 / kDeep * p.count + n0) * kDeepStep;
     for (int64_t j = 0; j < room; j += kPanel)
       for (int64_t n = 0; n < vectors; n += kRows)
         Rows<kRows, kVectors>::run(int(least(kRows, vectors - n)), depth, a + n * kDeepStep, kDeepStep, 1,

@@ -46,7 +46,7 @@ ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs ma
   }
   capibara::Several<capibara::ThinProduct> all(products, kernels.items, kernels.block);
   capibara::Room room;
-  for (auto& p : products) room.add(&p.sums, kernels.sums(p));
+  for (auto& p : products) room.add(&p.room, kernels.room(p));
   int64_t scratch = 0;
   for (const auto& p : products) scratch = std::max(scratch, kernels.scratch(p));
   const auto work = [&](int64_t item, float* own) { all.run(item, own, kernels.multiply, kernels.finish); };

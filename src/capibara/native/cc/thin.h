@@ -13,7 +13,7 @@ struct ThinProduct {
   const float* w;    // [inner, columns], or [columns, inner] if by_column
   bool by_column;
   float* out;        // [rows, columns]
-  float* sums;       // room for what `sums` says, begins a line of the cache
+  float* room;       // as large as `room` says, begins a line of the cache
 };
 
 // An item is a piece of work that one thread does alone, with so many floats of scratch. Items come in blocks of so
@@ -21,12 +21,12 @@ struct ThinProduct {
 struct ThinKernels {
   int64_t (*items)(const ThinProduct&);
   int64_t (*scratch)(const ThinProduct&);  // floats
-  int64_t (*sums)(const ThinProduct&);     // floats
+  int64_t (*room)(const ThinProduct&);     // floats
   int64_t (*block)(const ThinProduct&);    // items; 0: nothing has to be finished
   void (*multiply)(const ThinProduct&, int64_t item, float* scratch);
   void (*finish)(const ThinProduct&, int64_t block);
-  // Columns of the result, instead of `finish`.
-  void (*finish_columns)(const ThinProduct&, int64_t first, int64_t count);
+  // Columns of a row of the result, instead of `finish`.
+  void (*finish_columns)(const ThinProduct&, int64_t row, int64_t first, int64_t count);
   // Brings a part of what an item reads of the matrix nearer, from the first on; whether there are more parts.
   bool (*fetch)(const ThinProduct&, int64_t item, int64_t part);
   // Rows of other arrays between products: see thin_rows.h.

@@ -5,12 +5,15 @@
 // texts waits for, is read without pauses.
 #include <algorithm>
 #include <atomic>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "codes_buffers.h"
 #include "isa.h"
 #include "parallel.h"
+#include "quantised.h"
 #include "several.h"
 #include "thin.h"
 #include "xla/ffi/api/ffi.h"
@@ -30,23 +33,62 @@ enum Kind : int64_t {
   kAdd,
   kGate,  // a * logistic(a) * b
   kNorm,  // of rows, by a scale for each column; the bits of epsilon
+  kCodes,  // product of rows with a matrix in codes; which matrix
 };
 constexpr size_t kNumbers = 4;
+// What is said of a matrix in codes: the arrays of its scales, levels and table, the length of its rows and of their
+// groups, and whether the product is across.
+constexpr size_t kMatrixNumbers = 6;
+
+// A product with a matrix of numbers, or of codes.
+class Product {
+ public:
+  virtual ~Product() = default;
+  virtual int64_t items() const = 0;
+  virtual int64_t scratch() const = 0;
+  virtual void reserve(capibara::Room& room) = 0;
+  virtual void multiply(int64_t item, float* scratch) const = 0;
+  virtual void finish(int64_t row, int64_t first, int64_t count) const = 0;
+  virtual bool fetch(int64_t item, int64_t part) const = 0;
+};
+
+template <class Described, class Kernels>
+class ProductOf final : public Product {
+ public:
+  ProductOf(const Described& product, const Kernels& kernels) : p_(product), kernels_(kernels) {}
+  int64_t items() const override { return kernels_.items(p_); }
+  int64_t scratch() const override { return kernels_.scratch(p_); }
+  void reserve(capibara::Room& room) override { room.add(&p_.room, kernels_.room(p_)); }
+  void multiply(int64_t item, float* scratch) const override { kernels_.multiply(p_, item, scratch); }
+  void finish(int64_t row, int64_t first, int64_t count) const override {
+    kernels_.finish_columns(p_, row, first, count);
+  }
+  bool fetch(int64_t item, int64_t part) const override { return kernels_.fetch(p_, item, part); }
+
+ private:
+  Described p_;
+  const Kernels& kernels_;
+};
+
+template <class Described, class Kernels>
+std::unique_ptr<Product> product_of(const Described& product, const Kernels& kernels) {
+  return std::make_unique<ProductOf<Described, Kernels>>(product, kernels);
+}
 
 struct Op {
-  Kind kind;
+  Kind kind;  // not kCodes
   const float *a, *b;
   float* out;
   int64_t width;
-  float epsilon;
-  size_t product;  // which
+  float epsilon = 0;
+  std::unique_ptr<Product> product;
 };
 
 // What can be computed at once: products, columns of other arrays, or whole rows of them.
 struct Stage {
   Kind kind;  // kAdd: columns
   int64_t first = 0, wide = 0;
-  std::vector<Op> ops;
+  std::vector<const Op*> ops;
   std::vector<int64_t> ends;  // of the items of each operation
 };
 
@@ -54,9 +96,10 @@ class Chain {
  public:
   Chain(int64_t rows, int64_t threads) : rows_(rows), threads_(threads), kernels_(*capibara::isa().thin) {}
 
+  // `op` must outlive this.
   void add(const Op& op) {
     if (op.kind == kProduct) {
-      const auto here = [&](const Op& other) { return other.out == op.a; };
+      const auto here = [&](const Op* other) { return other->out == op.a; };
       if (stages_.empty() || stages_.back().kind != kProduct ||
           std::any_of(stages_.back().ops.begin(), stages_.back().ops.end(), here))
         begin(kProduct);
@@ -67,31 +110,29 @@ class Chain {
     } else {
       columns();
     }
-    stages_.back().ops.push_back(op);
+    stages_.back().ops.push_back(&op);
   }
-
-  std::vector<capibara::ThinProduct> products;
 
   bool run(ffi::ThreadPool& pool) {
     columns();
     capibara::Room room;
     int64_t scratch = 1, items = 0;
-    for (auto& p : products) {
-      room.add(&p.sums, kernels_.sums(p));
-      scratch = std::max(scratch, kernels_.scratch(p));
-    }
     for (Stage& stage : stages_) {
       stage.first = items;
       if (stage.kind == kAdd) {
         int64_t most = 0;
-        for (const Op& op : stage.ops) most = std::max(most, op.width);
+        for (const Op* op : stage.ops) most = std::max(most, op->width);
         const int64_t even = (most + threads_ - 1) / threads_;
         stage.wide = rows_ >= threads_ ? most : std::max((even + 63) / 64 * 64, kLeastWide);
         stage.ends = {most == 0 ? 0 : rows_ * ((most + stage.wide - 1) / stage.wide)};
       } else {
         int64_t end = 0;
-        for (const Op& op : stage.ops)
-          stage.ends.push_back(end += stage.kind == kProduct ? kernels_.items(products[op.product]) : rows_);
+        for (const Op* op : stage.ops) {
+          stage.ends.push_back(end += stage.kind == kProduct ? op->product->items() : rows_);
+          if (stage.kind != kProduct) continue;
+          op->product->reserve(room);
+          scratch = std::max(scratch, op->product->scratch());
+        }
       }
       items += stage.ends.back();
     }
@@ -112,7 +153,7 @@ class Chain {
   // After products their sums are added, and what is computed column by column may follow at once.
   void columns() {
     if (stages_.empty() || stages_.back().kind != kProduct) return;
-    std::vector<Op> done = stages_.back().ops;
+    std::vector<const Op*> done = stages_.back().ops;
     stages_.push_back({kAdd});
     stages_.back().ops = std::move(done);
   }
@@ -125,15 +166,15 @@ class Chain {
     size_t i = 0;
     while (stage.ends[i] <= item) ++i;
     const int64_t own = item - (i == 0 ? 0 : stage.ends[i - 1]);
-    wait(stage, stage.ops[i], own);
+    const Op& op = *stage.ops[i];
+    wait(stage, op, own);
     if (stage.kind == kProduct) {
-      kernels_.multiply(products[stage.ops[i].product], own, scratch);
+      op.product->multiply(own, scratch);
     } else if (stage.kind == kNorm) {
-      const Op& op = stage.ops[i];
       kernels_.norm(op.a + own * op.width, op.b, op.epsilon, op.width, op.out + own * op.width);
     } else {
       const int64_t row = own % rows_, begin = own / rows_ * stage.wide;
-      for (const Op& op : stage.ops) compute(op, row, begin, std::min(stage.wide, op.width - begin));
+      for (const Op* one : stage.ops) compute(*one, row, begin, std::min(stage.wide, one->width - begin));
     }
     done_.fetch_add(1, std::memory_order_acq_rel);
   }
@@ -142,7 +183,7 @@ class Chain {
     if (count <= 0) return;
     const int64_t at = row * op.width + begin;
     if (op.kind == kProduct)
-      kernels_.finish_columns(products[op.product], begin, count);
+      op.product->finish(row, begin, count);
     else
       (op.kind == kAdd ? kernels_.add : kernels_.gate)(op.a + at, op.b + at, count, op.out + at);
   }
@@ -152,7 +193,7 @@ class Chain {
     bool more = stage.kind == kProduct;
     for (int64_t n = 0; done_.load(std::memory_order_acquire) < stage.first; ++n)
       if (more)
-        more = kernels_.fetch(products[op.product], own, n);
+        more = op.product->fetch(own, n);
       else if (n < kPatience)
         capibara::rest();
       else
@@ -165,24 +206,43 @@ class Chain {
   alignas(64) std::atomic<int64_t> done_{0};
 };
 
-// arrays: float32 [rows, width] or a matrix or [width]; results: float32 [rows, width]. `ops` see above; `results` says
-// which array each result is.
+// One of the matrices in codes, or what is wrong.
+const char* read_matrix(capibara::CodesProduct& p, const std::vector<ffi::AnyBuffer>& arrays, int64_t codes,
+                        ffi::Span<const int64_t> matrices, int64_t which) {
+  const int64_t known = static_cast<int64_t>(arrays.size());
+  if (which < 0 || which >= static_cast<int64_t>(matrices.size() / kMatrixNumbers)) return "there is no such matrix";
+  const int64_t* const m = matrices.begin() + which * kMatrixNumbers;
+  if (codes >= known) return "codes must be an argument";
+  for (int i = 0; i < 3; ++i)
+    if (m[i] < 0 || m[i] >= known) return "a matrix has no such array";
+  p.across = m[5] != 0;
+  return capibara::read_codes(p.w, arrays[codes], arrays[m[0]], arrays[m[1]], arrays[m[2]], m[3], m[4]);
+}
+
+// arrays: float32 [rows, width] or a matrix or [width], or what a matrix in codes is made of; results: float32
+// [rows, width]. `ops` and `matrices` see above; `outputs` says which array each result is.
 ffi::Error chain(ffi::ThreadPool pool, ffi::RemainingArgs arrays, ffi::RemainingRets results, int64_t rows,
-                 ffi::Span<const int64_t> ops, ffi::Span<const int64_t> outputs) {
+                 ffi::Span<const int64_t> ops, ffi::Span<const int64_t> matrices, ffi::Span<const int64_t> outputs) {
   struct Value {
     const float* data;
-    int64_t rows, width;  // of a vector: 1 row
+    int64_t rows, width;  // of a vector: 1 row; of what is not float32: none
   };
   std::vector<Value> values;
+  std::vector<ffi::AnyBuffer> buffers;
   for (size_t i = 0; i < arrays.size(); ++i) {
     const auto x = arrays.get<ffi::AnyBuffer>(i);
-    if (!x.has_value() || x->element_type() != ffi::F32 || x->dimensions().size() < 1 || x->dimensions().size() > 2)
-      return refuse("the arrays must be float32 with one or two axes");
+    if (!x.has_value() || x->dimensions().size() < 1 || x->dimensions().size() > 2)
+      return refuse("the arrays must have one or two axes");
     const auto shape = x->dimensions();
-    values.push_back({static_cast<const float*>(x->untyped_data()), shape.size() == 1 ? 1 : shape[0], shape.back()});
+    buffers.push_back(*x);
+    if (x->element_type() == ffi::F32)
+      values.push_back({static_cast<const float*>(x->untyped_data()), shape.size() == 1 ? 1 : shape[0], shape.back()});
+    else
+      values.push_back({nullptr, -1, -1});
   }
   const size_t count = ops.size() / kNumbers, given = values.size();
-  if (ops.size() % kNumbers != 0 || outputs.size() != results.size() || rows < 1)
+  if (ops.size() % kNumbers != 0 || matrices.size() % kMatrixNumbers != 0 || outputs.size() != results.size() ||
+      rows < 1)
     return refuse("the operations do not fit the arrays");
   std::vector<float*> places(count, nullptr);
   for (size_t i = 0; i < results.size(); ++i) {
@@ -194,6 +254,7 @@ ffi::Error chain(ffi::ThreadPool pool, ffi::RemainingArgs arrays, ffi::Remaining
     places[at] = static_cast<float*>((*out)->untyped_data());
   }
   // First the shapes, then memory for what is no result, then pointers to it.
+  std::vector<capibara::CodesProduct> coded(count);
   for (size_t i = 0; i < count; ++i) {
     const int64_t* const op = ops.begin() + i * kNumbers;
     const int64_t known = static_cast<int64_t>(values.size());
@@ -204,6 +265,13 @@ ffi::Error chain(ffi::ThreadPool pool, ffi::RemainingArgs arrays, ffi::Remaining
     if (op[0] == kProduct) {
       width = op[3] != 0 ? b.rows : b.width;
       fits = fits && (op[3] != 0 ? b.width : b.rows) == a.width && op[2] < static_cast<int64_t>(given);
+    } else if (op[0] == kCodes) {
+      const char* const why = read_matrix(coded[i], buffers, op[2], matrices, op[3]);
+      if (why != nullptr) return refuse(why);
+      const capibara::CodesProduct& p = coded[i];
+      width = p.across ? p.w.inner : p.w.rows;
+      fits = fits && a.width == (p.across ? p.w.rows : p.w.inner) && a.width > 0 && width > 0 &&
+             rows <= capibara::kFewVectors;
     } else if (op[0] == kNorm) {
       fits = fits && b.rows == 1 && b.width == a.width;
     } else {
@@ -221,19 +289,28 @@ ffi::Error chain(ffi::ThreadPool pool, ffi::RemainingArgs arrays, ffi::Remaining
         (*results.get<ffi::AnyBuffer>(i))->dimensions()[1] != values[outputs[i]].width)
       return refuse("the results' shapes do not fit the operations");
   const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
+  std::vector<Op> every(count);
   Chain all(rows, threads);
   for (size_t i = 0; i < count; ++i) {
     const int64_t* const op = ops.begin() + i * kNumbers;
     const Value &a = values[op[1]], &b = values[op[2]];
     Value& out = values[given + i];
     out.data = places[i];
-    Op one{static_cast<Kind>(op[0]), a.data, b.data, places[i], out.width, 0, all.products.size()};
-    if (one.kind == kNorm) {
+    Op& one = every[i];
+    one.kind = op[0] == kCodes ? kProduct : static_cast<Kind>(op[0]);
+    one.a = a.data, one.b = b.data, one.out = places[i], one.width = out.width;
+    if (op[0] == kNorm) {
       const int32_t bits = static_cast<int32_t>(op[3]);
       __builtin_memcpy(&one.epsilon, &bits, sizeof bits);
+    } else if (op[0] == kProduct) {
+      const capibara::ThinProduct p{rows,   a.width,    out.width, threads, a.data,
+                                    b.data, op[3] != 0, places[i], nullptr};
+      one.product = product_of(p, *capibara::isa().thin);
+    } else if (op[0] == kCodes) {
+      capibara::CodesProduct& p = coded[i];
+      p.count = rows, p.threads = threads, p.x = a.data, p.out = places[i];
+      one.product = product_of(p, *capibara::isa().quantised);
     }
-    if (one.kind == kProduct)
-      all.products.push_back({rows, a.width, out.width, threads, a.data, b.data, op[3] != 0, places[i], nullptr});
     all.add(one);
   }
   if (!all.run(pool)) return ffi::Error(ffi::ErrorCode::kResourceExhausted, "capibara chain of few rows: out of memory");
@@ -251,4 +328,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(capibara_thin_chain, chain,
                                   .RemainingRets()
                                   .Attr<int64_t>("rows")
                                   .Attr<ffi::Span<const int64_t>>("ops")
+                                  .Attr<ffi::Span<const int64_t>>("matrices")
                                   .Attr<ffi::Span<const int64_t>>("outputs"));

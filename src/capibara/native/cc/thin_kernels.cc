@@ -40,7 +40,7 @@ static int64_t thin_items(const ThinProduct& p) {
   if (is_alone(p)) return parts(p.columns, kWhole) * pieces(p);
   return p.rows == 0 ? 0 : parts(p.columns, wide(p));
 }
-static int64_t thin_sums(const ThinProduct& p) { return is_alone(p) ? thin_items(p) * apart(p) : 0; }
+static int64_t thin_room(const ThinProduct& p) { return is_alone(p) ? thin_items(p) * apart(p) : 0; }
 static int64_t thin_block(const ThinProduct& p) { return is_alone(p) ? pieces(p) : 0; }
 
 // C vectors, of D rows of the matrix that are `columns` apart.
@@ -92,7 +92,7 @@ static void multiply_alone(const ThinProduct& p, int64_t item, float* sums) {
 // Columns of one block of items.
 static void add_pieces(const ThinProduct& p, int64_t block, int64_t first, int64_t width) {
   const int64_t count = pieces(p), step = apart(p);
-  const float* const from = p.sums + block * count * step + first - block * kWhole;
+  const float* const from = p.room + block * count * step + first - block * kWhole;
   float* const to = p.out + first;
   int64_t j = 0;
   for (; j + kWidth <= width; j += kWidth) {
@@ -111,7 +111,7 @@ static void thin_finish(const ThinProduct& p, int64_t block) {
   add_pieces(p, block, block * kWhole, least(kWhole, p.columns - block * kWhole));
 }
 
-static void thin_finish_columns(const ThinProduct& p, int64_t first, int64_t count) {
+static void thin_finish_columns(const ThinProduct& p, int64_t, int64_t first, int64_t count) {
   if (!is_alone(p)) return;
   for (int64_t width; count > 0; first += width, count -= width) {
     width = least(count, kWhole - first % kWhole);
@@ -256,7 +256,7 @@ static int64_t thin_scratch(const ThinProduct& p) { return p.by_column || is_alo
 
 static void thin_multiply(const ThinProduct& p, int64_t item, float* sums) {
   if (is_alone(p)) {
-    float* const own = p.sums + item * apart(p);
+    float* const own = p.room + item * apart(p);
     return p.columns > kLong ? multiply_alone<8>(p, item, own) : multiply_alone<16>(p, item, own);
   }
   const int64_t first = item * wide(p), width = least(wide(p), p.columns - first);
@@ -312,7 +312,7 @@ static bool thin_fetch(const ThinProduct& p, int64_t item, int64_t part) {
 }
 
 extern const capibara::ThinKernels kThin;
-const capibara::ThinKernels kThin = {thin_items,  thin_scratch,        thin_sums,  thin_block, thin_multiply,
+const capibara::ThinKernels kThin = {thin_items,  thin_scratch,        thin_room,  thin_block, thin_multiply,
                                      thin_finish, thin_finish_columns, thin_fetch, rows_norm,  rows_add, rows_gate};
 
 }  // namespace CAPIBARA_ISA

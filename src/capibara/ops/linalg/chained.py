@@ -2,8 +2,9 @@
 
 Decoding a few texts waits for memory, from which every weight is read. Between two products a norm or an activation of
 a few rows takes microseconds, and waking threads for the next product as long again: memory stands still meanwhile. The
-kernel (``thin_chain.cc``) computes a whole sequence of products, RMS norms, gates ``silu(a) * b`` and additions; its
-threads stay, and a thread that has to wait for others brings what it will read next into its cache.
+kernel (``thin_chain.cc``) computes a whole sequence of products with matrices of numbers or codes, RMS norms, gates
+``silu(a) * b`` and additions; its threads stay, and a thread that has to wait for others brings what it will read next
+into its cache.
 
 The sequences are found in the equations of a traced function: see :mod:`capibara.ops.linalg.joined`.
 """
@@ -24,12 +25,15 @@ from jax.interpreters import mlir
 from capibara.measure.flops import register_foreign_call
 from capibara.ops.linalg.few_rows import thin_product
 from capibara.ops.linalg.joined import Flat, Step, Value, joined, named
+from capibara.ops.linalg.quantised_native import FEW, CodesProduct, codes_product
 from capibara.ops.one_device import compile_calls, native_call
 
 __all__ = ["chained"]
 
-_PRODUCT, _ADD, _GATE, _NORM = range(4)  # as thin_chain.cc counts them
+_PRODUCT, _ADD, _GATE, _NORM, _CODES = range(5)  # as thin_chain.cc counts them
 _NUMBERS = 4  # of each operation
+_MATRIX_NUMBERS = 6  # of each matrix in codes
+_PRODUCTS = thin_product, codes_product
 _primitive = Primitive("capibara_thin_chain")
 _primitive.multiple_results = True
 compile_calls(_primitive)
@@ -54,6 +58,17 @@ class _Op:
     number: int  # whether a matrix is transposed, or the bits of epsilon
     out: Value
     steps: list[Step]
+    matrix: CodesProduct | None = None  # in codes, which ``b`` is
+    beside: tuple[Value, ...] = ()  # its scales, levels and table
+
+    @property
+    def is_product(self) -> bool:
+        return self.kind in (_PRODUCT, _CODES)
+
+    @property
+    def weights(self) -> tuple[Value, ...]:
+        """What is no row."""
+        return (self.b, *self.beside) if self.is_product or self.kind == _NORM else ()
 
 
 @dataclass(eq=False)
@@ -66,8 +81,8 @@ class _Chain:
         given: dict[int, tuple[int, Any]] = {}
         pairs: list[list[Value]] = []
         for op in self.ops:
-            pairs.append([_root(op.a), op.b if op.kind in (_PRODUCT, _NORM) else _root(op.b)])
-            for n, value in enumerate(pairs[-1]):
+            pairs.append([_root(op.a), op.b if op.weights else _root(op.b)])
+            for n, value in enumerate((*pairs[-1], *op.beside)):
                 if id(value) in made or id(value) in given:
                     continue
                 if value.step is not None:
@@ -75,22 +90,27 @@ class _Chain:
                 array = value.array
                 if op.kind == _NORM and n == 1:
                     array = jnp.reshape(array, -1)
-                elif op.kind != _PRODUCT or n == 0:
+                elif n == 0 or not op.weights:
                     array = jnp.reshape(array, _rows(value))
                 given[id(value)] = len(given), array
         count = len(given)
         place = {key: count + n for key, n in made.items()} | {key: n for key, (n, _) in given.items()}
-        ops = [
-            number
-            for op, (a, b) in zip(self.ops, pairs, strict=True)
-            for number in (op.kind, place[id(a)], place[id(b)], op.number)
-        ]
+        ops: list[int] = []
+        matrices: list[int] = []
+        for op, (a, b) in zip(self.ops, pairs, strict=True):
+            number = op.number
+            if (matrix := op.matrix) is not None:
+                number = len(matrices) // _MATRIX_NUMBERS
+                sizes = matrix.problem.inner, matrix.problem.group, int(matrix.across)
+                matrices += [*(place[id(value)] for value in op.beside), *sizes]
+            ops += [op.kind, place[id(a)], place[id(b)], number]
         with named(self.ops[0].steps[0].scope):
             found = _primitive.bind(
                 *(array for _, array in given.values()),
                 attributes=(
                     ("rows", _rows(self.ops[0].out)[0]),
                     ("ops", tuple(ops)),
+                    ("matrices", tuple(matrices)),
                     ("outputs", tuple(count + n for n in self.outputs)),
                 ),
             )
@@ -128,15 +148,15 @@ def _arrange(flat: Flat, results: Sequence[Value]) -> None:
                 needs = [level(v) + (id(_root(v)) in made) for v in one.ins]
                 before |= dict.fromkeys(map(id, one.outs), max(needs, default=0))
             continue
-        at = max(max(level(op.a), level(op.b)) for op in ops)
-        if any(id(_root(op.b)) in made for op in ops if op.kind in (_PRODUCT, _NORM)):
+        at = max(level(value) for op in ops for value in (op.a, op.b, *op.beside))
+        if any(id(_root(value)) in made for op in ops for value in op.weights):
             at += 1
         for op in ops:
             before[id(op.out)] = at
             made.add(id(op.out))
             chains.setdefault((at, _rows(op.out)[0]), _Chain()).ops.append(op)
     for chain in chains.values():
-        if sum(op.kind == _PRODUCT for op in chain.ops) < 2 and len(chain.ops) < 2:
+        if sum(op.is_product for op in chain.ops) < 2 and len(chain.ops) < 2:
             continue
         own = {id(step) for op in chain.ops for step in op.steps}
         views: list[Step] = []
@@ -175,6 +195,13 @@ class _Finder:
             self._products.add(id(step.outs[0]))
             a, b = step.ins
             return _Op(_PRODUCT, a, b, int(step.eqn.params["transposed"]), step.outs[0], [step])
+        if step.eqn.primitive is codes_product:
+            what: CodesProduct = step.eqn.params["what"]
+            a, b, *beside = step.ins
+            if a.aval.shape[0] > FEW or 0 in (*a.aval.shape, what.columns):
+                return None
+            self._products.add(id(step.outs[0]))
+            return _Op(_CODES, a, b, 0, step.outs[0], [step], what, tuple(beside))
         if name not in ("add", "mul") or step.outs[0].aval.dtype != jnp.float32 or not step.outs[0].aval.ndim:
             return None
         a, b = step.ins
@@ -253,7 +280,7 @@ class _Finder:
     def _is_multiplied(self, step: Step) -> bool:
         """Whether products are what a result is for."""
         return any(
-            user.eqn.primitive is thin_product or (_is_view(user) and self._is_multiplied(user))
+            user.eqn.primitive in _PRODUCTS or (_is_view(user) and self._is_multiplied(user))
             for user in self._users.get(id(step.outs[0]), [])
         )
 
@@ -302,11 +329,22 @@ def _is_silu(jaxpr: Any) -> bool:
     )
 
 
+def _codes_shape(arrays: Sequence[Any], attributes: Mapping[str, Any], codes: int, which: int) -> list[int]:
+    """Of a matrix in codes: ``[inner, columns]`` as the product has them."""
+    at = which * _MATRIX_NUMBERS
+    *_, inner, _, across = attributes["matrices"][at : at + _MATRIX_NUMBERS]
+    rows = arrays[codes].shape[0]
+    return [rows, inner] if across else [inner, rows]
+
+
 def _described(arrays: Sequence[Any], attributes: Mapping[str, Any]) -> list[tuple[int, int]]:
     """The shapes of what a call gives."""
     widths, ops = [array.shape[-1] for array in arrays], attributes["ops"]
     for kind, a, b, number in (ops[i : i + _NUMBERS] for i in range(0, len(ops), _NUMBERS)):
-        widths.append(arrays[b].shape[0 if number else 1] if kind == _PRODUCT else widths[a])
+        if kind == _CODES:
+            widths.append(_codes_shape(arrays, attributes, b, number)[1])
+        else:
+            widths.append(arrays[b].shape[0 if number else 1] if kind == _PRODUCT else widths[a])
     return [(attributes["rows"], widths[n]) for n in attributes["outputs"]]
 
 
@@ -323,11 +361,15 @@ def _on_cpu(*arrays: jax.Array, attributes: tuple[tuple[str, Any], ...]) -> list
 mlir.register_lowering(_primitive, mlir.lower_fun(_on_cpu, multiple_results=True), platform="cpu")
 
 
-def _flops(ins: Sequence[tuple[int, ...]], _: Any, attributes: Mapping[str, Any]) -> int:
-    ops, rows = attributes["ops"], attributes["rows"]
-    return sum(
-        2 * rows * math.prod(ins[ops[i + 2]]) for i in range(0, len(ops), _NUMBERS) if ops[i] == _PRODUCT
-    )
+def _flops(ins: Sequence[Any], _: Any, attributes: Mapping[str, Any]) -> int:
+    ops, rows, total = attributes["ops"], attributes["rows"], 0
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ins]
+    for kind, _, b, number in (ops[i : i + _NUMBERS] for i in range(0, len(ops), _NUMBERS)):
+        if kind == _PRODUCT:
+            total += 2 * rows * math.prod(ins[b])
+        elif kind == _CODES:
+            total += 2 * rows * math.prod(_codes_shape(arrays, attributes, b, number))
+    return total
 
 
 register_foreign_call("capibara_thin_chain", _flops)

@@ -27,16 +27,16 @@ from capibara.ops.one_device import alike, compile_calls
 if TYPE_CHECKING:
     from capibara.ops.linalg.quantised import QuantisedProblem
 
-__all__ = ["check", "forward"]
+__all__ = ["FEW", "CodesProduct", "check", "codes_product", "forward"]
 
-_primitive = Primitive("capibara_codes_product")
+codes_product = Primitive("capibara_codes_product")
 _several = Primitive("capibara_codes_products")
 _several.multiple_results = True
-_FEW = 8  # vectors: of more, several matrices take as long one by one
+FEW = 8  # vectors: of more, several matrices take as long one by one
 
 
 @dataclass(frozen=True)
-class _Product:
+class CodesProduct:
     """The primitive's parameters besides its arrays."""
 
     problem: QuantisedProblem  # in float32; its batch is not looked at
@@ -67,7 +67,7 @@ def forward(
         _sixteen(problem, levels),
         jnp.zeros(0, jnp.float32) if table is None else _whole_table(table),
     )
-    what = _Product(replace(problem, batch=(), dtype="float32"))
+    what = CodesProduct(replace(problem, batch=(), dtype="float32"))
     out = _bind(*alike(arrays, *arrays), what=what)
     return out.reshape(*problem.batch, problem.rows).astype(problem.dtype)
 
@@ -88,11 +88,11 @@ def _whole_table(table: jax.Array) -> jax.Array:
     return jnp.concatenate([table, lax.stop_gradient(jnp.broadcast_to(table[-1], 256 - table.shape[0]))])
 
 
-def _bind(x: Any, codes: Any, scales: Any, levels: Any, table: Any, *, what: _Product) -> jax.Array:
-    return _primitive.bind(x, codes, scales, levels, table, what=what)
+def _bind(x: Any, codes: Any, scales: Any, levels: Any, table: Any, *, what: CodesProduct) -> jax.Array:
+    return codes_product.bind(x, codes, scales, levels, table, what=what)
 
 
-def _by_xla(x: Any, codes: Any, scales: Any, levels: Any, table: Any, *, what: _Product) -> jax.Array:
+def _by_xla(x: Any, codes: Any, scales: Any, levels: Any, table: Any, *, what: CodesProduct) -> jax.Array:
     from capibara.ops.linalg import quantised
 
     problem = replace(what.problem, batch=x.shape[:1])
@@ -106,11 +106,11 @@ def _by_xla(x: Any, codes: Any, scales: Any, levels: Any, table: Any, *, what: _
     return jax.linear_transpose(product, like)(x)[0]
 
 
-def _by_kernel(*arrays: Any, what: _Product) -> jax.Array:
+def _by_kernel(*arrays: Any, what: CodesProduct) -> jax.Array:
     return _several_by_kernel(*arrays, whats=(what,))[0]
 
 
-def _several_by_kernel(x: Any, *arrays: Any, whats: tuple[_Product, ...]) -> Any:
+def _several_by_kernel(x: Any, *arrays: Any, whats: tuple[CodesProduct, ...]) -> Any:
     out = [jax.ShapeDtypeStruct((x.shape[0], what.columns), jnp.float32) for what in whats]
     sizes = {
         "inner": tuple(what.problem.inner for what in whats),
@@ -119,7 +119,7 @@ def _several_by_kernel(x: Any, *arrays: Any, whats: tuple[_Product, ...]) -> Any
     return native.call("capibara_codes_product", out, x, *arrays, **sizes, across=int(whats[0].across))
 
 
-def _several_by_xla(x: Any, *arrays: Any, whats: tuple[_Product, ...]) -> list[jax.Array]:
+def _several_by_xla(x: Any, *arrays: Any, whats: tuple[CodesProduct, ...]) -> list[jax.Array]:
     return [_by_xla(x, *arrays[4 * i : 4 * i + 4], what=what) for i, what in enumerate(whats)]
 
 
@@ -132,35 +132,35 @@ register_foreign_call("capibara_codes_product", _flops)
 register_foreign_call("capibara_codes_products", _flops)
 
 
-compile_calls(_primitive)
+compile_calls(codes_product)
 compile_calls(_several)
 
 
-@_primitive.def_abstract_eval
-def _shape(x: Any, *_: Any, what: _Product) -> Any:
+@codes_product.def_abstract_eval
+def _shape(x: Any, *_: Any, what: CodesProduct) -> Any:
     return x.update(shape=(x.shape[0], what.columns))
 
 
 @_several.def_abstract_eval
-def _shapes(x: Any, *_: Any, whats: tuple[_Product, ...]) -> Any:
+def _shapes(x: Any, *_: Any, whats: tuple[CodesProduct, ...]) -> Any:
     return [x.update(shape=(x.shape[0], what.columns)) for what in whats]
 
 
-mlir.register_lowering(_primitive, mlir.lower_fun(_by_xla, multiple_results=False))
-mlir.register_lowering(_primitive, mlir.lower_fun(_by_kernel, multiple_results=False), platform="cpu")
+mlir.register_lowering(codes_product, mlir.lower_fun(_by_xla, multiple_results=False))
+mlir.register_lowering(codes_product, mlir.lower_fun(_by_kernel, multiple_results=False), platform="cpu")
 mlir.register_lowering(_several, mlir.lower_fun(_several_by_xla, multiple_results=True))
 mlir.register_lowering(_several, mlir.lower_fun(_several_by_kernel, multiple_results=True), platform="cpu")
 
 
-@joinable(_primitive)
+@joinable(codes_product)
 def _together(x: Any, others: list[list[Any]], params: list[dict[str, Any]]) -> list[list[Any]] | None:
     whats = tuple(one["what"] for one in params)
-    if x.shape[0] > _FEW or any(what.across != whats[0].across for what in whats):
+    if x.shape[0] > FEW or any(what.across != whats[0].across for what in whats):
         return None
     return [[out] for out in _several.bind(x, *(array for each in others for array in each), whats=whats)]
 
 
-def _change(out: Any, primals: Any, tangents: Any, what: _Product) -> Any:
+def _change(out: Any, primals: Any, tangents: Any, what: CodesProduct) -> Any:
     """The tangent of the result."""
     x, codes, scales, levels, table = primals
     dx, _, dscales, dlevels, dtable = tangents
@@ -178,15 +178,15 @@ def _change(out: Any, primals: Any, tangents: Any, what: _Product) -> Any:
     return sum(found[1:], found[0]) if found else ad.Zero(jax.typeof(out).to_tangent_aval())
 
 
-def _tangent(primals: Any, tangents: Any, *, what: _Product) -> Any:
+def _tangent(primals: Any, tangents: Any, *, what: CodesProduct) -> Any:
     out = _bind(*primals, what=what)
     return out, _change(out, primals, tangents, what)
 
 
-ad.primitive_jvps[_primitive] = _tangent
+ad.primitive_jvps[codes_product] = _tangent
 
 
-def _transposed(ct: Any, x: Any, *arrays: Any, what: _Product) -> Any:
+def _transposed(ct: Any, x: Any, *arrays: Any, what: CodesProduct) -> Any:
     if any(ad.is_undefined_primal(a) for a in arrays):
         raise NotImplementedError("the product of vectors and codes is not linear in both together")
     nothing = (None,) * len(arrays)
@@ -195,10 +195,10 @@ def _transposed(ct: Any, x: Any, *arrays: Any, what: _Product) -> Any:
     return _bind(ct, *arrays, what=replace(what, across=not what.across)), *nothing
 
 
-ad.primitive_transposes[_primitive] = _transposed
+ad.primitive_transposes[codes_product] = _transposed
 
 
-def _map(arrays: Any, axes: Any, *, what: _Product) -> Any:
+def _map(arrays: Any, axes: Any, *, what: CodesProduct) -> Any:
     x, *matrix = arrays
     if all(axis is None for axis in axes[1:]):
         x = jnp.moveaxis(x, axes[0], 0)
@@ -211,7 +211,7 @@ def _map(arrays: Any, axes: Any, *, what: _Product) -> Any:
     return lax.map(one, moving), 0
 
 
-batching.primitive_batchers[_primitive] = _map
+batching.primitive_batchers[codes_product] = _map
 
 
 # Derivatives and maps of several products are those of each.
@@ -222,7 +222,7 @@ def _of_one(number: int, every: Any) -> tuple[Any, ...]:
     return every[0], *every[1 + 4 * number : 5 + 4 * number]
 
 
-def _several_tangents(primals: Any, tangents: Any, *, whats: tuple[_Product, ...]) -> Any:
+def _several_tangents(primals: Any, tangents: Any, *, whats: tuple[CodesProduct, ...]) -> Any:
     outs = _several.bind(*primals, whats=whats)
     return outs, [
         _change(out, _of_one(i, primals), _of_one(i, tangents), what)
@@ -233,7 +233,7 @@ def _several_tangents(primals: Any, tangents: Any, *, whats: tuple[_Product, ...
 ad.primitive_jvps[_several] = _several_tangents
 
 
-def _several_transposed(cts: Any, *arrays: Any, whats: tuple[_Product, ...]) -> Any:
+def _several_transposed(cts: Any, *arrays: Any, whats: tuple[CodesProduct, ...]) -> Any:
     every = [
         _transposed(ct, *_of_one(i, arrays), what=what)[0]
         for i, (ct, what) in enumerate(zip(cts, whats, strict=True))
@@ -245,7 +245,7 @@ def _several_transposed(cts: Any, *arrays: Any, whats: tuple[_Product, ...]) -> 
 ad.primitive_transposes[_several] = _several_transposed
 
 
-def _map_several(arrays: Any, axes: Any, *, whats: tuple[_Product, ...]) -> Any:
+def _map_several(arrays: Any, axes: Any, *, whats: tuple[CodesProduct, ...]) -> Any:
     found = []
     for i, what in enumerate(whats):
         given, mapped = _of_one(i, arrays), _of_one(i, axes)
