@@ -16,10 +16,13 @@ constexpr int kAbreast = 4;  // rows
 constexpr int kAbreast = 2;
 #endif
 
+constexpr int kTogetherAcross = kWidth >= 16 ? 4 : 2;
+constexpr int kAbreastAcross = 8;  // rows for one vector; for several half as many
+
 // Rows of an item.
 static int64_t thin_share(const CodesProduct& p) {
   const int64_t worth = parts(kThinWork, most(p.w.inner, 1));
-  return up(most(parts(p.w.rows, (p.across ? 2 : 4) * most(p.threads, 1)), worth), kAbreast);
+  return up(most(parts(p.w.rows, (p.across ? 2 : 4) * most(p.threads, 1)), worth), p.across ? kAbreastAcross : kAbreast);
 }
 
 // The scales of some rows, known to be codes or not to be: asking for each would take as long as what it is for.
@@ -73,12 +76,12 @@ static inline __attribute__((always_inline)) void add_columns(const uint8_t* cod
   }
 }
 
-// Brings the rows nearer that are read after these R, when a line of the cache begins.
+// Brings the rows nearer that are read after these R, when a line of the cache begins: in the order in which they lie.
 template <typename C, int R>
 static inline __attribute__((always_inline)) void bring_next(const uint8_t* codes, int64_t width, int64_t k) {
   if (C::byte(k) % 64 == 0)
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) __builtin_prefetch(codes + (R + r) * width + C::byte(k));
+    for (int r = 0; r < R; ++r) __builtin_prefetch(codes + R * width + R * C::byte(k) + 64 * r);
 }
 
 // R rows times N vectors, whose groups are whole chunks.
@@ -211,13 +214,13 @@ static inline void scaled_vectors(const CodesProduct& p, int64_t row, int64_t ve
 template <typename C, int V, int R, int N>
 static inline __attribute__((always_inline)) void add_columns_across(const uint8_t* codes, int64_t width,
                                                                      const typename C::Table& table,
-                                                                     const float* factor, int64_t groups, float* sums,
-                                                                     int64_t inner) {
+                                                                     const float* factor, int64_t groups, bool begins,
+                                                                     float* sums, int64_t inner) {
   Vec total[N][V];
 #pragma GCC unroll 4
   for (int n = 0; n < N; ++n)
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) total[n][v] = load(sums + n * inner + v * kWidth);
+    for (int v = 0; v < V; ++v) total[n][v] = begins ? (Vec){} : load(sums + n * inner + v * kWidth);
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
     Vec values[V];
@@ -237,7 +240,7 @@ static inline __attribute__((always_inline)) void add_columns_across(const uint8
 
 template <typename C, int R, int N>
 static inline void whole_groups_across(const CodesProduct& p, const typename C::Table& table, int64_t row,
-                                       int64_t vector, float* sums, float* factors) {
+                                       int64_t vector, bool begins, float* sums, float* factors) {
   const Codes& w = p.w;
   const int64_t inner = w.inner, whole = inner - inner % C::kChunk;
   const uint8_t* const codes = w.codes + row * w.width;
@@ -248,11 +251,15 @@ static inline void whole_groups_across(const CodesProduct& p, const typename C::
     constexpr int64_t kOnce = C::kMostVecs * kWidth;
     for (; k + kOnce <= stop; k += kOnce) {
       bring_next<C, R>(codes, w.width, k);
-      add_columns_across<C, C::kMostVecs, R, N>(codes + C::byte(k), w.width, table, factor, w.groups, sums + k, inner);
+      add_columns_across<C, C::kMostVecs, R, N>(codes + C::byte(k), w.width, table, factor, w.groups, begins, sums + k,
+                                                  inner);
     }
     for (; k < stop; k += C::kChunk)
-      add_columns_across<C, C::kVecs, R, N>(codes + C::byte(k), w.width, table, factor, w.groups, sums + k, inner);
+      add_columns_across<C, C::kVecs, R, N>(codes + C::byte(k), w.width, table, factor, w.groups, begins, sums + k,
+                                                  inner);
   }
+  for (int n = 0; begins && n < N; ++n)
+    for (int64_t k = whole; k < inner; ++k) sums[n * inner + k] = 0;
   for (int r = 0; r < R; ++r)
     for (int64_t k = whole; k < inner; ++k) {
       const float level = C::level(w, codes + r * w.width, k);
@@ -260,23 +267,21 @@ static inline void whole_groups_across(const CodesProduct& p, const typename C::
     }
 }
 
-constexpr int kTogetherAcross = kWidth >= 16 ? 4 : 2;
-constexpr int kAbreastAcross = 8;  // rows for one vector; for several half as many
-
-// Rows from `row` on for N vectors, R at a time; the first one that is left.
+// Rows from `row` on for N vectors, R at a time; the first one that is left. The `first` ones begin the sums.
 template <typename C, int R, int N>
-static inline int64_t rows_across(const CodesProduct& p, const typename C::Table& table, int64_t row, int64_t last,
-                                  int64_t vector, float* sums, float* factors) {
-  for (; row + R <= last; row += R) whole_groups_across<C, R, N>(p, table, row, vector, sums, factors);
+static inline int64_t rows_across(const CodesProduct& p, const typename C::Table& table, int64_t first, int64_t row,
+                                  int64_t last, int64_t vector, float* sums, float* factors) {
+  for (; row + R <= last; row += R)
+    whole_groups_across<C, R, N>(p, table, row, vector, row == first, sums, factors);
   return row;
 }
 
 template <typename C, int N>
 static void groups_across(const CodesProduct& p, const typename C::Table& table, int64_t first, int64_t last,
                           int64_t vector, float* sums, float* factors) {
-  int64_t row = rows_across<C, N == 1 ? kAbreastAcross : kAbreastAcross / 2, N>(p, table, first, last, vector, sums,
-                                                                               factors);
-  rows_across<C, 1, N>(p, table, row, last, vector, sums, factors);
+  constexpr int kAbreast = N == 1 ? kAbreastAcross : kAbreastAcross / 2;
+  const int64_t row = rows_across<C, kAbreast, N>(p, table, first, first, last, vector, sums, factors);
+  rows_across<C, 1, N>(p, table, first, row, last, vector, sums, factors);
 }
 
 template <typename C>
@@ -285,7 +290,6 @@ static void thin_across(const CodesProduct& p, int64_t item, float* scratch) {
   const int64_t share = thin_share(p), first = item * share, last = least(first + share, w.rows);
   const typename C::Table table(w);
   float* const mine = p.room + item * p.count * w.inner;
-  for (int64_t k = 0; k < p.count * w.inner; ++k) mine[k] = 0;
   if (w.group % C::kChunk == 0) {
     int64_t n = 0;
     for (; n + kTogetherAcross <= p.count; n += kTogetherAcross)
@@ -293,6 +297,7 @@ static void thin_across(const CodesProduct& p, int64_t item, float* scratch) {
     for (; n < p.count; ++n) groups_across<C, 1>(p, table, first, last, n, mine + n * w.inner, scratch);
     return;
   }
+  for (int64_t k = 0; k < p.count * w.inner; ++k) mine[k] = 0;
   for (int64_t row = first; row < last; ++row)
     for (int64_t n = 0; n < p.count; ++n) {
       float* const sums = mine + n * w.inner;
