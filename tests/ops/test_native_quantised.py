@@ -33,6 +33,8 @@ PROBLEMS = (
     QuantisedSpec("three", (3,), 128, 6, 32),
     QuantisedSpec("six, with ends", (6,), 75, 11, 32),
     QuantisedSpec("three chunks a group", (4,), 151, 10, 48),
+    QuantisedSpec("seven, several blocks", (7,), 300, 37, 64),
+    QuantisedSpec("five, odd groups", (5,), 101, 21, 7),
     QuantisedSpec("odd groups", (2,), 101, 5, 7),
     QuantisedSpec("half a chunk", (1,), 96, 5, 16),
     QuantisedSpec("few codes a group", (9,), 40, 7, 2),

@@ -54,7 +54,8 @@ struct Eight {
   template <int V>
   static inline __attribute__((always_inline)) void read(const uint8_t* p, const Table&, Vec* to) {
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) to[v] = __builtin_convertvector(widen(reinterpret_cast<const int8_t*>(p) + v * kWidth), Vec);
+    for (int v = 0; v < V; ++v)
+      to[v] = __builtin_convertvector(widen(reinterpret_cast<const int8_t*>(p) + v * kWidth), Vec);
   }
   static inline float level(const Codes&, const uint8_t* row, int64_t column) {
     return float(int8_t(row[column]));
@@ -208,6 +209,15 @@ static inline __attribute__((always_inline)) void numbers(const Codes& w, const 
     for (int64_t k = begin; k < whole;) {
       const int64_t g = k / w.group, stop = least((g + 1) * w.group, whole);
       const Vec scale = splat(scales[g]);
+      constexpr int kMost = C::kMostVecs;
+      for (; k + kMost * kWidth <= stop; k += kMost * kWidth) {
+        Vec values[kMost];
+        C::template read<kMost>(codes + C::byte(k), table, values);
+#pragma GCC unroll 4
+        for (int v = 0; v < kMost; ++v) values[v] *= scale;
+#pragma GCC unroll 4
+        for (int v = 0; v < kMost; v += C::kVecs) put(k + v * kWidth, values + v);
+      }
       for (; k < stop; k += C::kChunk) {
         Vec values[C::kVecs];
         C::template read<C::kVecs>(codes + C::byte(k), table, values);

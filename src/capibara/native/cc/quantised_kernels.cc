@@ -34,7 +34,8 @@ static int64_t codes_items(const CodesProduct& p) {
 }
 
 static int64_t codes_scratch(const CodesProduct& p) {
-  if (is_thin(p)) return p.across ? kAbreastAcross * kTogetherAcross * p.w.groups : (1 + p.count) * p.w.inner;
+  if (is_thin(p) && !p.across) return (1 + p.count) * p.w.inner;
+  if (is_thin(p)) return most(kAbreastAcross * kTogetherAcross * p.w.groups, kBlockRows * kBlockColumns);
   if (p.across)
     return kDeep * kMostColumns + least(p.count, kMostAcross) * (kMostColumns + 16);
   return kMostRows * (kDeepStep + up(least(p.count, kMostVectors), kPanel) + 16);
@@ -52,13 +53,20 @@ static bool levels_are_short(const Codes& w) {
 }
 
 template <typename C>
-static void multiply_as(const CodesProduct& p, int64_t item, float* scratch) {
-  if (is_thin(p)) return p.across ? thin_across<C>(p, item, scratch) : thin<C>(p, item, scratch);
+static void multiply_thin(const CodesProduct& p, int64_t item, float* scratch) {
+  p.across ? thin_across<C>(p, item, scratch) : thin<C>(p, item, scratch);
+}
+template <typename C>
+static void multiply_wide(const CodesProduct& p, int64_t item, float* scratch) {
   p.across ? wide_across<C>(p, item, scratch) : wide<C>(p, item, scratch);
 }
 static void codes_multiply(const CodesProduct& p, int64_t item, float* scratch) {
-  if (!p.w.four) return multiply_as<Eight>(p, item, scratch);
-  is_thin(p) && levels_are_short(p.w) ? multiply_as<ShortFour>(p, item, scratch) : multiply_as<Four>(p, item, scratch);
+  if (!is_thin(p))
+    p.w.four ? multiply_wide<Four>(p, item, scratch) : multiply_wide<Eight>(p, item, scratch);
+  else if (!p.w.four)
+    multiply_thin<Eight>(p, item, scratch);
+  else
+    levels_are_short(p.w) ? multiply_thin<ShortFour>(p, item, scratch) : multiply_thin<Four>(p, item, scratch);
 }
 
 static int64_t codes_block(const CodesProduct& p) { return p.across && is_thin(p) ? codes_items(p) : 0; }
@@ -95,8 +103,8 @@ static void codes_decode(const Codes& w, int64_t row, int64_t begin, int64_t end
 }
 
 extern const capibara::QuantisedKernels kQuantised;
-const capibara::QuantisedKernels kQuantised = {codes_room,     codes_pack_items, codes_pack,           codes_items, codes_scratch,
-                                               codes_multiply, codes_block,      codes_finish,         codes_finish_columns, fetch_thin,
-                                               codes_decode};
+const capibara::QuantisedKernels kQuantised = {
+    codes_room,  codes_pack_items, codes_pack,           codes_items, codes_scratch, codes_multiply,
+    codes_block, codes_finish,     codes_finish_columns, fetch_thin,  codes_decode};
 
 }  // namespace CAPIBARA_ISA

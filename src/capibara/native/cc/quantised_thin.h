@@ -16,13 +16,15 @@ constexpr int kAbreast = 4;  // rows
 constexpr int kAbreast = 2;
 #endif
 
+// Across:
 constexpr int kTogetherAcross = kWidth >= 16 ? 4 : 2;
 constexpr int kAbreastAcross = 8;  // rows for one vector; for several half as many
 
 // Rows of an item.
 static int64_t thin_share(const CodesProduct& p) {
   const int64_t worth = parts(kThinWork, most(p.w.inner, 1));
-  return up(most(parts(p.w.rows, (p.across ? 2 : 4) * most(p.threads, 1)), worth), p.across ? kAbreastAcross : kAbreast);
+  const int64_t even = parts(p.w.rows, (p.across ? 2 : 4) * most(p.threads, 1));
+  return up(most(even, worth), p.across ? kAbreastAcross : kAbreast);
 }
 
 // The scales of some rows, known to be codes or not to be: asking for each would take as long as what it is for.
@@ -284,12 +286,93 @@ static void groups_across(const CodesProduct& p, const typename C::Table& table,
   rows_across<C, 1, N>(p, table, first, row, last, vector, sums, factors);
 }
 
+// For more vectors than two rounds of these take, a block of the matrix becomes numbers once:
+// [kBlockRows][kBlockColumns].
+constexpr int64_t kBlockRows = 16, kBlockColumns = 256;
+
+// V vectors of columns of a block's rows, times N vectors.
+template <int V, int N>
+static inline __attribute__((always_inline)) void add_block(const float* block, int64_t height, const float* x,
+                                                            int64_t rows, bool begins, float* sums, int64_t inner) {
+  Vec total[N][V];
+#pragma GCC unroll 4
+  for (int n = 0; n < N; ++n)
+#pragma GCC unroll 2
+    for (int v = 0; v < V; ++v) total[n][v] = begins ? (Vec){} : load(sums + n * inner + v * kWidth);
+#pragma GCC unroll 4
+  for (int64_t r = 0; r < height; ++r) {
+    Vec row[V];
+#pragma GCC unroll 2
+    for (int v = 0; v < V; ++v) row[v] = load(block + r * kBlockColumns + v * kWidth);
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+      const Vec by = splat(x[n * rows + r]);
+#pragma GCC unroll 2
+      for (int v = 0; v < V; ++v) total[n][v] += by * row[v];
+    }
+  }
+#pragma GCC unroll 4
+  for (int n = 0; n < N; ++n)
+#pragma GCC unroll 2
+    for (int v = 0; v < V; ++v) store(sums + n * inner + v * kWidth, total[n][v]);
+}
+
+template <int N>
+static void multiply_block(const float* block, int64_t height, int64_t width, const float* x, int64_t rows, bool begins,
+                           float* sums, int64_t inner) {
+  int64_t j = 0;
+  for (; j + 2 * kWidth <= width; j += 2 * kWidth)
+    add_block<2, N>(block + j, height, x, rows, begins, sums + j, inner);
+  for (; j + kWidth <= width; j += kWidth) add_block<1, N>(block + j, height, x, rows, begins, sums + j, inner);
+  for (; j < width; ++j)
+    for (int n = 0; n < N; ++n) {
+      float total = begins ? 0 : sums[n * inner + j];
+      for (int64_t r = 0; r < height; ++r) total += block[r * kBlockColumns + j] * x[n * rows + r];
+      sums[n * inner + j] = total;
+    }
+}
+
+template <typename C>
+static void blocks_across(const CodesProduct& p, const typename C::Table& table, int64_t first, int64_t last,
+                          float* sums, float* block) {
+  const Codes& w = p.w;
+  for (int64_t begin = 0; begin < w.inner; begin += kBlockColumns) {
+    const int64_t width = least(kBlockColumns, w.inner - begin);
+    for (int64_t row = first; row < last; row += kBlockRows) {
+      const int64_t height = least(kBlockRows, last - row);
+      for (int64_t r = 0; r < height; ++r) {
+        float* const to = block + r * kBlockColumns - begin;
+        const uint8_t* const next = w.codes + (row + kBlockRows + r) * w.width;
+        for (int64_t b = C::byte(begin); b < C::byte(begin + width); b += 64) __builtin_prefetch(next + b);
+        numbers<C>(
+            w, table, row + r, begin, begin + width,
+            [&](int64_t k, const Vec* values) {
+              for (int v = 0; v < C::kVecs; ++v) store(to + k + v * kWidth, values[v]);
+            },
+            [&](int64_t k, float value) { to[k] = value; });
+      }
+      const bool begins = row == first;
+      for (int64_t n = 0; n < p.count; n += 4) {
+        const float* const x = p.x + n * w.rows + row;
+        float* const to = sums + n * w.inner + begin;
+        switch (least(p.count - n, 4)) {
+          case 1: multiply_block<1>(block, height, width, x, w.rows, begins, to, w.inner); break;
+          case 2: multiply_block<2>(block, height, width, x, w.rows, begins, to, w.inner); break;
+          case 3: multiply_block<3>(block, height, width, x, w.rows, begins, to, w.inner); break;
+          default: multiply_block<4>(block, height, width, x, w.rows, begins, to, w.inner); break;
+        }
+      }
+    }
+  }
+}
+
 template <typename C>
 static void thin_across(const CodesProduct& p, int64_t item, float* scratch) {
   const Codes& w = p.w;
   const int64_t share = thin_share(p), first = item * share, last = least(first + share, w.rows);
   const typename C::Table table(w);
   float* const mine = p.room + item * p.count * w.inner;
+  if (p.count > 2 * kTogetherAcross) return blocks_across<C>(p, table, first, last, mine, scratch);
   if (w.group % C::kChunk == 0) {
     int64_t n = 0;
     for (; n + kTogetherAcross <= p.count; n += kTogetherAcross)
