@@ -94,17 +94,16 @@ class Coded:
 def coded(shape: tuple[int, int], kind: str, group: int) -> tuple[Coded, np.ndarray]:
     """A matrix in codes, and its numbers in float64."""
     rows, inner = shape
-    given = quantised_case(kind.removesuffix(" coded"), QuantisedSpec("", (1,), inner, rows, group))
-    _, codes, scales, levels, numbers = given
+    spec = QuantisedSpec("", (1,), inner, rows, group)
+    _, codes, scales, levels, numbers = quantised_case(kind.removesuffix(" coded"), spec)
     size = numbers.std() * rows**0.5
-    table, after = None, (scales / size).astype(np.float32)
+    table, given = None, (scales / size).astype(np.float32)
     if kind.endswith(" coded"):
         table = (np.random.default_rng(0).normal(size=200) / size).astype(np.float32)
-        places = np.random.default_rng(1).integers(0, 200, scales.shape, np.uint8)
-        after = table[places]
+        given = np.random.default_rng(1).integers(0, 200, scales.shape, np.uint8)
+    after = given if table is None else table[given]
     numbers = numbers * np.repeat(after.astype(np.float64) / scales, group, 1)[:, :inner]
-    scales = after if table is None else places
-    arrays = {"codes": codes, "scales": scales, "levels": levels, "scale_table": table}
+    arrays = {"codes": codes, "scales": given, "levels": levels, "scale_table": table}
     return Coded(arrays, inner, group), numbers
 
 
@@ -144,8 +143,9 @@ def test_values(sizes: tuple[int, ...]) -> None:
 
 
 def check_codes(kind: str, group: int, rows: int, *sizes: int) -> None:
-    attended, x, w = numbers(1, rows, sizes[0]), numbers(1, rows, sizes[0], seed=5), weights(*sizes)
-    plain = dict(w)
+    attended, x = numbers(1, rows, sizes[0]), numbers(1, rows, sizes[0], seed=5)
+    plain = weights(*sizes)
+    w: dict[str, Any] = dict(plain)
     for key, matrix in w.items():
         if matrix.ndim == 2:
             w[key], plain[key] = coded(matrix.shape, kind, group)

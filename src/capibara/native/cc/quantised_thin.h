@@ -8,7 +8,7 @@ namespace CAPIBARA_ISA {
 
 using capibara::CodesProduct;
 
-constexpr int kTogether = 4;           // of them
+constexpr int kTogether = 4;            // vectors
 constexpr int64_t kThinWork = 1 << 15;  // codes that are worth an item
 #if defined(__AVX512F__)
 constexpr int kAbreast = 4;  // rows
