@@ -162,6 +162,7 @@ def check_codes(kind: str, group: int, rows: int, *sizes: int) -> None:
             np.testing.assert_array_equal(one, again)
 
 
+# Rows, columns of a group, and the sizes as above.
 CODES = [
     (1, 64, 256, 1100, 96),
     (1, 32, 131, 77, 50),
@@ -195,6 +196,64 @@ def test_a_layer_with_codes_is_one_call(rows: int) -> None:
     assert count_flops(chained(mix), *given).total == 2 * rows * every == count_flops(mix, *given).total
     for got, want in zip(jax.jit(chained(mix))(*given), jax.jit(mix)(*given), strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=5e-6 * np.abs(want).max())
+
+
+def check_rows_alone_with_codes(kind: str, group: int) -> None:
+    """From two rows on; a single one is summed in another order."""
+    w: dict[str, Any] = weights(131, 300, 50)
+    w |= {key: coded(w[key].shape, kind, group)[0] for key in w if w[key].ndim == 2}
+    attended, x = numbers(1, 8, 131), numbers(1, 8, 131, seed=5)
+    run = jax.jit(chained(partial(layer, multiply=with_codes)))
+    every = run(attended, x, w)
+    for count in range(2, 8):
+        for rows in (slice(0, count), slice(8 - count, 8)):
+            for some, one in zip(run(attended[:, rows], x[:, rows], w), every, strict=True):
+                np.testing.assert_array_equal(some, one[:, rows])
+
+
+@pytest.mark.parametrize("group", [16, 32, 64, 7])
+@pytest.mark.parametrize("kind", [*KINDS, "table coded"])
+def test_a_row_times_codes_does_not_depend_on_the_others(kind: str, group: int) -> None:
+    check_rows_alone_with_codes(kind, group)
+
+
+def test_codes_that_are_used_twice_and_results_that_others_use() -> None:
+    (w, plain), x = coded((256, 256), "int8", 64), numbers(3, 256)
+
+    def uses(x: Any, w: Any) -> Any:
+        y = with_codes(x, w)
+        return x + with_codes(y, w), jnp.cos(y)
+
+    y = x.astype(np.float64) @ plain
+    assert calls(chained(uses), x, w) == [("chain", 2)]
+    for got, want in zip(jax.jit(chained(uses))(x, w), (x + y @ plain, np.cos(y)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("part", ["scales", "levels"])
+def test_parts_of_codes_that_a_product_makes(part: str) -> None:
+    """They are there before the chain that reads them."""
+    (w, _), x, made = coded((64, 128), "table", 32), numbers(4, 64), numbers(64, 64, seed=1)
+
+    def uses(x: Any, w: Coded) -> Any:
+        first = with_codes(x, w)
+        changed = w.arrays[part] * (1 + product(x[:1], made)[0, :1] / 8)
+        second = Coded(w.arrays | {part: changed}, w.inner, w.group)
+        return first + with_codes(x, second), with_codes(x + 1, second)
+
+    for got, want in zip(jax.jit(chained(uses))(x, w), jax.jit(uses)(x, w), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
+
+
+def test_scales_of_codes_that_are_a_norms_too() -> None:
+    (w, _), x = coded((1, 128), "int8", 1), numbers(4, 128)
+
+    def uses(x: Any, w: Coded) -> Any:
+        normed = rms_norm(with_codes(x[:, :1], w), None, epsilon=EPSILON, accumulate="float32")
+        return with_codes(normed * w.arrays["scales"], w, transposed=True)
+
+    for got, want in zip(jax.jit(chained(uses))(x, w), jax.jit(uses)(x, w), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-4 * float(jnp.abs(want).max()))
 
 
 def test_many_rows_times_codes_are_left_alone() -> None:
@@ -310,13 +369,16 @@ def test_other_instruction_sets(name: str) -> None:
     program = """
 import json
 from capibara import native
-from test_chained import CODES, KINDS, SIZES, check, check_codes, check_rows_alone
+from test_chained import CODES, KINDS, SIZES
+from test_chained import check, check_codes, check_rows_alone, check_rows_alone_with_codes
 for sizes in SIZES:
     check(*sizes)
 for rows, group, *sizes in CODES:
     for kind in KINDS:
         check_codes(kind, group, rows, *sizes)
 check_rows_alone()
+for kind in KINDS:
+    check_rows_alone_with_codes(kind, 32)
 print("RESULT", json.dumps(native.isa()))
 """
     assert run_apart(program, CAPIBARA_NATIVE_ISA=name, PYTHONPATH=HERE) == name
@@ -369,6 +431,9 @@ def test_calls_whose_arrays_do_not_fit_together_are_refused() -> None:
         (arrays, (4, 0, 1, -1), (4,), fits, 2, matrix),
         (arrays, of_codes, (4,), fits, 2, ()),
         (arrays, of_codes, (4,), fits, 2, (9, *matrix[1:])),
+        (arrays, of_codes, (4,), fits, 2, (-1, *matrix[1:])),
+        (arrays, (4, 1, 1, 0), (4,), fits, 2, matrix),
+        ((x, codes, scales, nothing), (3, 0, 1, 0), (4,), fits, 2, matrix),
         (arrays, of_codes, (4,), fits, 2, (*matrix[:3], 17, 8, 1)),
         (arrays, of_codes, (4,), fits, 2, (*matrix[:3], -16, 8, 1)),
         (arrays, of_codes, (4,), fits, 2, (*matrix[:3], 16, 0, 1)),

@@ -223,7 +223,8 @@ from capibara.ops.linalg import quantised_matmul
 from quantised_oracle import quantised_case
 from capibara.ops.linalg.specs import QuantisedSpec
 for kind in ("int8", "int4", "table"):
-    for sizes in ((1, 192, 9, 64), (3, 75, 11, 32), (2, 101, 5, 7), (1, 96, 5, 16), (37, 450, 29, 32)):
+    for sizes in ((1, 192, 9, 64), (3, 75, 11, 32), (2, 101, 5, 7), (1, 96, 5, 16), (37, 450, 29, 32),
+                  (4, 151, 10, 48), (7, 300, 37, 64)):
         count, inner, rows, group = sizes
         x, codes, scales, levels, weight = quantised_case(kind, QuantisedSpec("", (count,), inner, rows, group))
         run = lambda x: quantised_matmul(x, codes, scales, levels, group=group, implementation="native")

@@ -31,8 +31,7 @@ CAPIBARA_EXPORT void capibara_fixed_largest(const void* values, int64_t groups, 
 // Columns `begin` (a multiple of 64) to `end` of rows `first` to `last` of a matrix in codes, as numbers within ±top.
 CAPIBARA_EXPORT void capibara_codes_decode(const capibara::Codes* codes, int64_t first, int64_t last, int64_t begin,
                                            int64_t end, float top, float* out) {
-  for (int64_t row = first; row < last; ++row, out += end - begin)
-    capibara::isa().quantised->decode(*codes, row, begin, end, top, out);
+  capibara::isa().quantised->decode(*codes, first, last, begin, end, top, out);
 }
 
 // A product on up to `threads` threads of its own; `room` is not looked at. 0, or -2 without memory.

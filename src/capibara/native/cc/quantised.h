@@ -5,7 +5,8 @@
 
 namespace capibara {
 
-// Laid out as in codecs/fixed_native.py. A matrix [rows, inner], row by row: codes of eight bits, or of four, two to a byte and the first in the lower half.
+// Laid out as in codecs/fixed_native.py. A matrix [rows, inner], row by row: codes of eight bits, or of four, two to a
+// byte and the first in the lower half.
 // An entry is level(code) * scale(group); the last group of a row may be shorter.
 struct Codes {
   int64_t rows, inner, group;
@@ -29,7 +30,7 @@ struct CodesProduct {
   float* room;  // as large as `room` says, begins a line of the cache
 };
 
-constexpr int64_t kFewVectors = 8;  // and fewer: nothing is packed
+constexpr int64_t kFewVectors = 8;  // and fewer: nothing is packed. FEW in ops/linalg/quantised_native.py
 
 // Every item of pack, then every item of multiply. These come in blocks of so many, one after the other; when all of a
 // block are done, it is finished. An item's scratch is its thread's.
@@ -46,8 +47,8 @@ struct QuantisedKernels {
   void (*finish_columns)(const CodesProduct&, int64_t row, int64_t first, int64_t count);
   // Brings a part of what an item reads of the matrix nearer, from the first on; whether there are more parts.
   bool (*fetch)(const CodesProduct&, int64_t item, int64_t part);
-  // A row's columns `begin` (a multiple of 64) to `end` as numbers, those beyond ±top as that.
-  void (*decode)(const Codes&, int64_t row, int64_t begin, int64_t end, float top, float* out);
+  // Columns `begin` (a multiple of 64) to `end` of rows `first` to `last` as numbers, those beyond ±top as that.
+  void (*decode)(const Codes&, int64_t first, int64_t last, int64_t begin, int64_t end, float top, float* out);
 };
 
 }  // namespace capibara

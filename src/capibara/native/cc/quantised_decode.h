@@ -124,8 +124,9 @@ struct FourOf {
   };
   template <int V>
   static inline __attribute__((always_inline)) void read(const uint8_t* p, const Table& t, Vec* to) {
+    static_assert(V == kVecs || V == kMostVecs, "codes are read by chunks, or by as many as are looked up at once");
 #if defined(__AVX2__) && !defined(__AVX512F__)
-    if (V == 4) return look_up<kShort>(p, t.planes, to);
+    if constexpr (V == 4) return look_up<kShort>(p, t.planes, to);
 #endif
 #if defined(__AVX512F__)
     // The permutation looks at the lowest four bits of each lane.
@@ -154,14 +155,6 @@ struct FourOf {
 
 using Four = FourOf<false>;
 using ShortFour = FourOf<true>;
-
-// Where in an arranged row a column lies.
-template <typename C>
-static inline int64_t arranged(int64_t column, int64_t inner) {
-  if (C::kVecs == 1 || column >= inner / C::kChunk * C::kChunk) return column;
-  const int64_t within = column % C::kChunk;
-  return column - within + within / 2 + within % 2 * kWidth;
-}
 
 // Scales of a row, by group.
 struct Scales {
@@ -195,6 +188,28 @@ static inline void spread(const Codes& w, const Scales& scales, int64_t column, 
     each[C::kVecs == 1 ? i : i / 2 + i % 2 * kWidth] = scale;
   }
   for (int v = 0; v < C::kVecs; ++v) to[v] = load(each + v * kWidth);
+}
+
+// Calls put(column, vectors) for the levels of each whole chunk of a row from column `begin` to `end`, `begin` where a
+// chunk begins, and last(column, level) for each level after the row's last whole chunk.
+template <typename C, class Put, class Last>
+static inline __attribute__((always_inline)) void levels(const Codes& w, const typename C::Table& table, int64_t row,
+                                                         int64_t begin, int64_t end, Put put, Last last) {
+  const uint8_t* const codes = w.codes + row * w.width;
+  const int64_t whole = end - (end - begin) % C::kChunk;
+  int64_t k = begin;
+  for (; k + C::kMostVecs * kWidth <= whole; k += C::kMostVecs * kWidth) {
+    Vec values[C::kMostVecs];
+    C::template read<C::kMostVecs>(codes + C::byte(k), table, values);
+#pragma GCC unroll 4
+    for (int v = 0; v < C::kMostVecs; v += C::kVecs) put(k + v * kWidth, values + v);
+  }
+  for (; k < whole; k += C::kChunk) {
+    Vec values[C::kVecs];
+    C::template read<C::kVecs>(codes + C::byte(k), table, values);
+    put(k, values);
+  }
+  for (; k < end; ++k) last(k, C::level(w, codes, k));
 }
 
 // Calls put(column, vectors) for the numbers of each whole chunk of a row from column `begin` to `end`, `begin` where a

@@ -34,8 +34,9 @@ static int64_t codes_items(const CodesProduct& p) {
 }
 
 static int64_t codes_scratch(const CodesProduct& p) {
-  if (is_thin(p) && !p.across) return (1 + p.count) * p.w.inner;
-  if (is_thin(p)) return most(kAbreastAcross * kTogetherAcross * p.w.groups, kBlockRows * kBlockColumns);
+  if (is_thin(p) && !p.across) return (1 + p.count) * p.w.inner;  // a row of the matrix, and arranged vectors
+  if (is_thin(p))
+    return most(kAbreastAcross * kTogetherAcross * p.w.groups, kBlockRows * (kBlockColumns + p.count));
   if (p.across)
     return kDeep * kMostColumns + least(p.count, kMostAcross) * (kMostColumns + 16);
   return kMostRows * (kDeepStep + up(least(p.count, kMostVectors), kPanel) + 16);
@@ -79,7 +80,7 @@ static void codes_finish(const CodesProduct& p, int64_t) {
 }
 
 template <typename C>
-static void decode_as(const Codes& w, int64_t row, int64_t begin, int64_t end, float top, float* out) {
+static void decode_as(const Codes& w, int64_t first, int64_t last, int64_t begin, int64_t end, float top, float* out) {
   const typename C::Table table(w);
   const IntVec order = lanes() / 2 + (lanes() & 1) * kWidth;
   const Vec high = splat(top), low = -high;
@@ -87,19 +88,23 @@ static void decode_as(const Codes& w, int64_t row, int64_t begin, int64_t end, f
     const Vec y = x < low ? low : x;
     return y > high ? high : y;
   };
-  out -= begin;
-  numbers<C>(
-      w, table, row, begin, end,
-      [&](int64_t k, const Vec* values) {
-        if (C::kVecs == 1) return store(out + k, within(values[0]));
-        const Vec even = within(values[0]), odd = within(values[C::kVecs - 1]);
-        store(out + k, pick(even, odd, order));
-        store(out + k + kWidth, pick(even, odd, order + kWidth / 2));
-      },
-      [&](int64_t k, float value) { out[k] = within(splat(value))[0]; });
+  for (int64_t row = first; row < last; ++row, out += end - begin) {
+    float* const to = out - begin;
+    numbers<C>(
+        w, table, row, begin, end,
+        [&](int64_t k, const Vec* values) {
+          if (C::kVecs == 1) return store(to + k, within(values[0]));
+          const Vec even = within(values[0]), odd = within(values[C::kVecs - 1]);
+          store(to + k, pick(even, odd, order));
+          store(to + k + kWidth, pick(even, odd, order + kWidth / 2));
+        },
+        [&](int64_t k, float value) { to[k] = within(splat(value))[0]; });
+  }
 }
-static void codes_decode(const Codes& w, int64_t row, int64_t begin, int64_t end, float top, float* out) {
-  w.four ? decode_as<Four>(w, row, begin, end, top, out) : decode_as<Eight>(w, row, begin, end, top, out);
+static void codes_decode(const Codes& w, int64_t first, int64_t last, int64_t begin, int64_t end, float top,
+                         float* out) {
+  w.four ? decode_as<Four>(w, first, last, begin, end, top, out)
+         : decode_as<Eight>(w, first, last, begin, end, top, out);
 }
 
 extern const capibara::QuantisedKernels kQuantised;

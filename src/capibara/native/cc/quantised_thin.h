@@ -2,6 +2,7 @@
 // kTogether vectors, several rows at a time so that sums do not wait for one another.
 #pragma once
 
+#include "fetch.h"
 #include "quantised_decode.h"
 
 namespace CAPIBARA_ISA {
@@ -105,8 +106,10 @@ static inline void whole_groups(const CodesProduct& p, const typename C::Table& 
       bring_next<C, R>(codes, w.width, k);
       add_columns<C, C::kMostVecs, R, N>(codes + C::byte(k), w.width, table, x + k, inner, scale, part, total);
     }
-    for (; k < stop; k += C::kChunk)
+    for (; k < stop; k += C::kChunk) {
+      bring_next<C, R>(codes, w.width, k);
       add_columns<C, C::kVecs, R, N>(codes + C::byte(k), w.width, table, x + k, inner, scale, part, total);
+    }
     if (N == 1)
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) total[r][0] += part[r] * scale[r];
@@ -174,14 +177,17 @@ static void thin(const CodesProduct& p, int64_t item, float* scratch) {
   const int64_t share = thin_share(p), first = item * share, last = least(first + share, p.w.rows);
   const float* x = p.x;
   if (C::kVecs > 1) {
-    float* const arranged = scratch + p.w.inner;
-    for (int64_t n = 0; n < p.count; ++n) arrange<C>(x + n * p.w.inner, p.w.inner, arranged + n * p.w.inner);
-    x = arranged;
+    // Each item anew: that takes less than another round of threads would.
+    float* const ordered = scratch + p.w.inner;
+    for (int64_t n = 0; n < p.count; ++n) arrange<C>(x + n * p.w.inner, p.w.inner, ordered + n * p.w.inner);
+    x = ordered;
   }
-  for (int64_t n = 0; n < p.count; n += kTogether) {
+  for (int64_t n = 0, together; n < p.count; n += together) {
+    // No vector is left alone: its sums would be other ones than beside others.
+    together = p.count - n == kTogether + 1 ? kTogether - 1 : least(p.count - n, kTogether);
     const float* const from = x + n * p.w.inner;
     float* const to = p.out + n * p.w.rows;
-    switch (least(p.count - n, kTogether)) {
+    switch (together) {
       case 1: thin_rows<C, 1>(p, first, last, from, to, scratch); break;
       case 2: thin_rows<C, 2>(p, first, last, from, to, scratch); break;
       case 3: thin_rows<C, 3>(p, first, last, from, to, scratch); break;
@@ -254,11 +260,13 @@ static inline void whole_groups_across(const CodesProduct& p, const typename C::
     for (; k + kOnce <= stop; k += kOnce) {
       bring_next<C, R>(codes, w.width, k);
       add_columns_across<C, C::kMostVecs, R, N>(codes + C::byte(k), w.width, table, factor, w.groups, begins, sums + k,
-                                                  inner);
+                                                inner);
     }
-    for (; k < stop; k += C::kChunk)
+    for (; k < stop; k += C::kChunk) {
+      bring_next<C, R>(codes, w.width, k);
       add_columns_across<C, C::kVecs, R, N>(codes + C::byte(k), w.width, table, factor, w.groups, begins, sums + k,
-                                                  inner);
+                                            inner);
+    }
   }
   for (int n = 0; begins && n < N; ++n)
     for (int64_t k = whole; k < inner; ++k) sums[n * inner + k] = 0;
@@ -281,8 +289,8 @@ static inline int64_t rows_across(const CodesProduct& p, const typename C::Table
 template <typename C, int N>
 static void groups_across(const CodesProduct& p, const typename C::Table& table, int64_t first, int64_t last,
                           int64_t vector, float* sums, float* factors) {
-  constexpr int kAbreast = N == 1 ? kAbreastAcross : kAbreastAcross / 2;
-  const int64_t row = rows_across<C, kAbreast, N>(p, table, first, first, last, vector, sums, factors);
+  constexpr int kRowsAbreast = N == 1 ? kAbreastAcross : kAbreastAcross / 2;
+  const int64_t row = rows_across<C, kRowsAbreast, N>(p, table, first, first, last, vector, sums, factors);
   rows_across<C, 1, N>(p, table, first, row, last, vector, sums, factors);
 }
 
@@ -332,10 +340,15 @@ static void multiply_block(const float* block, int64_t height, int64_t width, co
     }
 }
 
+// Numbers of one group are multiplied by their scale times the vector's number, as for fewer vectors; where a group is
+// not whole chunks, they have been multiplied by their scales already.
 template <typename C>
 static void blocks_across(const CodesProduct& p, const typename C::Table& table, int64_t first, int64_t last,
-                          float* sums, float* block) {
+                          float* sums, float* scratch) {
   const Codes& w = p.w;
+  const bool whole = w.group % C::kChunk == 0;
+  float* const block = scratch;
+  float* const factors = scratch + kBlockRows * kBlockColumns;  // [count][kBlockRows]
   for (int64_t begin = 0; begin < w.inner; begin += kBlockColumns) {
     const int64_t width = least(kBlockColumns, w.inner - begin);
     for (int64_t row = first; row < last; row += kBlockRows) {
@@ -344,22 +357,38 @@ static void blocks_across(const CodesProduct& p, const typename C::Table& table,
         float* const to = block + r * kBlockColumns - begin;
         const uint8_t* const next = w.codes + (row + kBlockRows + r) * w.width;
         for (int64_t b = C::byte(begin); b < C::byte(begin + width); b += 64) __builtin_prefetch(next + b);
-        numbers<C>(
-            w, table, row + r, begin, begin + width,
-            [&](int64_t k, const Vec* values) {
-              for (int v = 0; v < C::kVecs; ++v) store(to + k + v * kWidth, values[v]);
-            },
-            [&](int64_t k, float value) { to[k] = value; });
+        const auto put = [&](int64_t k, const Vec* values) {
+          for (int v = 0; v < C::kVecs; ++v) store(to + k + v * kWidth, values[v]);
+        };
+        const auto last_one = [&](int64_t k, float value) { to[k] = value; };
+        if (whole)
+          levels<C>(w, table, row + r, begin, begin + width, put, last_one);
+        else
+          numbers<C>(w, table, row + r, begin, begin + width, put, last_one);
       }
-      const bool begins = row == first;
-      for (int64_t n = 0; n < p.count; n += 4) {
-        const float* const x = p.x + n * w.rows + row;
-        float* const to = sums + n * w.inner + begin;
-        switch (least(p.count - n, 4)) {
-          case 1: multiply_block<1>(block, height, width, x, w.rows, begins, to, w.inner); break;
-          case 2: multiply_block<2>(block, height, width, x, w.rows, begins, to, w.inner); break;
-          case 3: multiply_block<3>(block, height, width, x, w.rows, begins, to, w.inner); break;
-          default: multiply_block<4>(block, height, width, x, w.rows, begins, to, w.inner); break;
+      for (int64_t k = 0, stop = width; k < width; k = stop, stop = width) {
+        const float* x = p.x + row;
+        int64_t down = w.rows;
+        if (whole) {
+          const int64_t g = (begin + k) / w.group;
+          stop = least((g + 1) * w.group - begin, width);
+          for (int64_t r = 0; r < height; ++r) {
+            const float scale = Scales(w, row + r)[g];
+            for (int64_t n = 0; n < p.count; ++n) factors[n * kBlockRows + r] = scale * x[n * w.rows + r];
+          }
+          x = factors, down = kBlockRows;
+        }
+        for (int64_t n = 0; n < p.count; n += 4) {
+          float* const to = sums + n * w.inner + begin + k;
+          const auto multiply = [&](auto kernel) {
+            kernel(block + k, height, stop - k, x + n * down, down, row == first, to, w.inner);
+          };
+          switch (least(p.count - n, 4)) {
+            case 1: multiply(multiply_block<1>); break;
+            case 2: multiply(multiply_block<2>); break;
+            case 3: multiply(multiply_block<3>); break;
+            default: multiply(multiply_block<4>); break;
+          }
         }
       }
     }
@@ -422,9 +451,6 @@ static void finish_thin(const CodesProduct& p, int64_t n, int64_t first, int64_t
     to[k] = found;
   }
 }
-
-// Parts of so many bytes, and as many as leave room in a core's own cache.
-constexpr int64_t kPart = 4096, kMostParts = 64;
 
 static bool fetch_thin(const CodesProduct& p, int64_t item, int64_t part) {
   const int64_t share = thin_share(p), first = item * share, last = least(first + share, p.w.rows);

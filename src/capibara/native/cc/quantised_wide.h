@@ -123,15 +123,15 @@ template <typename C>
 static void wide_across(const CodesProduct& p, int64_t item, float* scratch) {
   const Codes& w = p.w;
   const int64_t share = wide_columns(p), along = parts(w.inner, share);
-  const int64_t c0 = item % along * share, columns = least(share, w.inner - c0), room = up(columns, kPanel);
+  const int64_t c0 = item % along * share, columns = least(share, w.inner - c0), padded = up(columns, kPanel);
   const int64_t n0 = item / along * kMostAcross, vectors = least(kMostAcross, p.count - n0);
-  const int64_t step = room + 16, panel_size = kDeep * kPanel;
+  const int64_t step = padded + 16, panel_size = kDeep * kPanel;
   const typename C::Table table(w);
   float* const panels = scratch;
   float* const sums = scratch + kDeep * kMostColumns;
-  if (room > columns)  // lanes that nobody reads
+  if (padded > columns)  // lanes that nobody reads
     for (int64_t r = 0; r < kDeep; ++r)
-      for (int64_t l = 0; l < kPanel; ++l) panels[(room / kPanel - 1) * panel_size + r * kPanel + l] = 0;
+      for (int64_t l = 0; l < kPanel; ++l) panels[(padded / kPanel - 1) * panel_size + r * kPanel + l] = 0;
   for (int64_t r0 = 0; r0 < w.rows; r0 += kDeep) {
     const int64_t depth = least(kDeep, w.rows - r0);
     for (int64_t r = 0; r < depth; ++r) {
@@ -146,7 +146,7 @@ static void wide_across(const CodesProduct& p, int64_t item, float* scratch) {
           [&](int64_t k, float value) { *place(k) = value; });
     }
     const float* const a = p.room + (r0 / kDeep * p.count + n0) * kDeepStep;
-    for (int64_t j = 0; j < room; j += kPanel)
+    for (int64_t j = 0; j < padded; j += kPanel)
       for (int64_t n = 0; n < vectors; n += kRows)
         Rows<kRows, kVectors>::run(int(least(kRows, vectors - n)), depth, a + n * kDeepStep, kDeepStep, 1,
                                    panels + j / kPanel * panel_size, kPanel, sums + n * step + j, step, r0 > 0);

@@ -261,6 +261,7 @@ ffi::Error chain(ffi::ThreadPool pool, ffi::RemainingArgs arrays, ffi::Remaining
     if (op[1] < 0 || op[1] >= known || op[2] < 0 || op[2] >= known) return refuse("an operation has no such array");
     const Value &a = values[op[1]], &b = values[op[2]];
     int64_t width = a.width;
+    if (a.rows < 0 || (op[0] != kCodes && b.rows < 0)) return refuse("rows, and matrices of numbers, must be float32");
     bool fits = a.rows == rows;
     if (op[0] == kProduct) {
       width = op[3] != 0 ? b.rows : b.width;
@@ -313,7 +314,8 @@ ffi::Error chain(ffi::ThreadPool pool, ffi::RemainingArgs arrays, ffi::Remaining
     }
     all.add(one);
   }
-  if (!all.run(pool)) return ffi::Error(ffi::ErrorCode::kResourceExhausted, "capibara chain of few rows: out of memory");
+  if (!all.run(pool))
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "capibara chain of few rows: out of memory");
   return ffi::Error::Success();
 }
 

@@ -3,6 +3,7 @@
 // rows there are, from two on, nor on the number of threads.
 #include "thin.h"
 
+#include "fetch.h"
 #include "thin_rows.h"
 #include "vec.h"
 
@@ -111,6 +112,7 @@ static void thin_finish(const ThinProduct& p, int64_t block) {
   add_pieces(p, block, block * kWhole, least(kWhole, p.columns - block * kWhole));
 }
 
+// Only of one row alone there is something to finish.
 static void thin_finish_columns(const ThinProduct& p, int64_t, int64_t first, int64_t count) {
   if (!is_alone(p)) return;
   for (int64_t width; count > 0; first += width, count -= width) {
@@ -279,9 +281,6 @@ static void thin_multiply(const ThinProduct& p, int64_t item, float* sums) {
   for (int64_t i = 0; i < p.rows; ++i)
     __builtin_memcpy(p.out + i * p.columns + first, sums + i * step(p), width * sizeof(float));
 }
-
-// Parts of so many bytes, and as many as leave room in a core's own cache.
-constexpr int64_t kPart = 4096, kMostParts = 64;
 
 static bool thin_fetch(const ThinProduct& p, int64_t item, int64_t part) {
   const auto bring = [](const float* from, int64_t floats) {

@@ -89,7 +89,9 @@ class _Chain:
                     flat.compute(value.step)
                 array = value.array
                 if op.kind == _NORM and n == 1:
-                    array = jnp.reshape(array, -1)
+                    # As it is if it may be: it may be a part of a matrix in codes, too.
+                    whole = jnp.size(array)
+                    array = array if jnp.shape(array) in ((whole,), (1, whole)) else jnp.reshape(array, -1)
                 elif n == 0 or not op.weights:
                     array = jnp.reshape(array, _rows(value))
                 given[id(value)] = len(given), array
@@ -156,7 +158,7 @@ def _arrange(flat: Flat, results: Sequence[Value]) -> None:
             made.add(id(op.out))
             chains.setdefault((at, _rows(op.out)[0]), _Chain()).ops.append(op)
     for chain in chains.values():
-        if sum(op.is_product for op in chain.ops) < 2 and len(chain.ops) < 2:
+        if len(chain.ops) < 2 or not any(op.is_product for op in chain.ops):
             continue
         own = {id(step) for op in chain.ops for step in op.steps}
         views: list[Step] = []

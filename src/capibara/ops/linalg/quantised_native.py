@@ -32,7 +32,8 @@ __all__ = ["FEW", "CodesProduct", "check", "codes_product", "forward"]
 codes_product = Primitive("capibara_codes_product")
 _several = Primitive("capibara_codes_products")
 _several.multiple_results = True
-FEW = 8  # vectors: of more, several matrices take as long one by one
+# Vectors that nothing is packed for (kFewVectors in quantised.h); of more, several matrices take as long one by one.
+FEW = 8
 
 
 @dataclass(frozen=True)
