@@ -237,7 +237,7 @@ def test_parts_of_codes_that_a_product_makes(part: str) -> None:
 
     def uses(x: Any, w: Coded) -> Any:
         first = with_codes(x, w)
-        changed = w.arrays[part] * (1 + product(x[:1], made)[0, :1] / 8)
+        changed = w.arrays[part] * (1 + with_numbers(x[:1], made)[0, :1] / 8)
         second = Coded(w.arrays | {part: changed}, w.inner, w.group)
         return first + with_codes(x, second), with_codes(x + 1, second)
 
