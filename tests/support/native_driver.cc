@@ -193,15 +193,14 @@ void codes_product() {
   std::vector<float> out(p.count * (p.across ? p.w.inner : p.w.rows)), numbers(p.w.rows * p.w.inner);
   p.x = x.data(), p.w.scales = scales.data(), p.w.levels = levels.data(), p.w.codes = codes.data(), p.out = out.data();
   const auto& kernels = *capibara::isa().quantised;
-  each(1, kernels.packed(p) + 1, [&](int64_t, float* packed) {
-    p.packed = packed;
+  each(1, kernels.room(p) + 1, [&](int64_t, float* room) {
+    p.room = room;
     each(kernels.pack_items(p), 1, [&](int64_t i, float*) { kernels.pack(p, i); });
     each(kernels.items(p), kernels.scratch(p), [&](int64_t i, float* s) { kernels.multiply(p, i, s); });
     if (const int64_t block = kernels.block(p))
       each(kernels.items(p) / block, 1, [&](int64_t i, float*) { kernels.finish(p, i); });
   });
-  for (int64_t row = 0; row < p.w.rows; ++row)
-    kernels.decode(p.w, row, 0, p.w.inner, 3e38f, numbers.data() + row * p.w.inner);
+  kernels.decode(p.w, 0, p.w.rows, 0, p.w.inner, 3e38f, numbers.data());
   write(out);
   write(numbers);
 }
@@ -248,8 +247,8 @@ void thin_product() {
   std::vector<float> out(p.rows * p.columns);
   p.x = x.data(), p.w = w.data(), p.out = out.data();
   const auto& kernels = *capibara::isa().thin;
-  each(1, kernels.sums(p) + 1, [&](int64_t, float* sums) {
-    p.sums = sums;
+  each(1, kernels.room(p) + 1, [&](int64_t, float* room) {
+    p.room = room;
     each(kernels.items(p), kernels.scratch(p) + 1, [&](int64_t i, float* s) { kernels.multiply(p, i, s); });
     if (const int64_t block = kernels.block(p))
       each(kernels.items(p) / block, 1, [&](int64_t i, float*) { kernels.finish(p, i); });

@@ -372,10 +372,10 @@ static void blocks_across(const CodesProduct& p, const typename C::Table& table,
         if (whole) {
           const int64_t g = (begin + k) / w.group;
           stop = least((g + 1) * w.group - begin, width);
-          for (int64_t r = 0; r < height; ++r) {
-            const float scale = Scales(w, row + r)[g];
-            for (int64_t n = 0; n < p.count; ++n) factors[n * kBlockRows + r] = scale * x[n * w.rows + r];
-          }
+          float scales[kBlockRows];
+          for (int64_t r = 0; r < height; ++r) scales[r] = Scales(w, row + r)[g];
+          for (int64_t n = 0; n < p.count; ++n)
+            for (int64_t r = 0; r < height; ++r) factors[n * kBlockRows + r] = scales[r] * x[n * w.rows + r];
           x = factors, down = kBlockRows;
         }
         for (int64_t n = 0; n < p.count; n += 4) {
