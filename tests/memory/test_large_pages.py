@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from capibara.memory import large_pages
-from capibara.memory.large_pages import prefer_large_pages
+from capibara.memory.large_pages import ask_for_large_pages, spans_of
 
 SMAPS = Path("/proc/self/smaps")
 LARGE = 1 << 21
@@ -47,13 +48,18 @@ def made(count: int) -> jax.Array:
     return jnp.arange(count, dtype=jnp.float32) + 1  # of XLA's own memory
 
 
+def move(tree: Any) -> None:
+    for start, length in spans_of(tree):
+        ask_for_large_pages(start, length, move=True)
+
+
 def test_weights_of_several_pages_move_and_stay_as_they_are():
     if not SMAPS.is_file() or large_pages._large_page() != LARGE or not collapses():
         pytest.skip("no large pages of 2 MiB here, or Linux before 6.1")
     array = made(16 << 20)
     array.block_until_ready()
     place, before = array.unsafe_buffer_pointer(), in_large_pages(array)
-    prefer_large_pages({"weight": [array, array[:3], np.ones(1 << 20), jax.ShapeDtypeStruct((9,), "f4")]})
+    move({"weight": [array, array[:3], np.ones(1 << 20), jax.ShapeDtypeStruct((9,), "f4")]})
     after = in_large_pages(array)
     assert after >= max(before, array.nbytes - 2 * LARGE)
     assert array.unsafe_buffer_pointer() == place
@@ -76,7 +82,9 @@ def check_left_alone(monkeypatch, settings: Path) -> None:
     monkeypatch.setattr(large_pages, "_SETTINGS", settings)
     monkeypatch.setattr(ctypes, "CDLL", lambda _: pytest.fail("the system was asked"))
     try:
-        prefer_large_pages([made(1 << 20)])
+        array = made(1 << 20)
+        assert spans_of([array]) == set()
+        assert not ask_for_large_pages(array.unsafe_buffer_pointer(), array.nbytes, move=True)
     finally:
         large_pages._large_page.cache_clear()
 
@@ -86,7 +94,7 @@ def test_any_dtype_is_moved_without_a_copy():
     nibbles = jnp.ones(4 << 20, "int4")
     keys = jax.random.split(jax.random.key(0), 1 << 18)
     before = jax.random.key_data(keys)
-    prefer_large_pages([nibbles, keys])
+    move([nibbles, keys])
     assert nibbles.addressable_shards[0].data._npy_value is None  # pyright: ignore
     np.testing.assert_array_equal(jax.random.key_data(keys), before)
     assert bool((nibbles == 1).all())

@@ -13,29 +13,23 @@ from typing import Any
 
 import jax
 
-__all__ = ["ask_for_large_pages", "prefer_large_pages", "spans_of"]
+__all__ = ["ask_for_large_pages", "spans_of"]
 
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 # <sys/mman.h>: from now on, and of what is there already (Linux 6.1).
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 
 
-def prefer_large_pages(tree: Any) -> None:
-    """Move arrays that CPU devices hold into large pages, as far as the system has them.
+def spans_of(tree: Any) -> set[tuple[int, int]]:
+    """Addresses and bytes of arrays on CPU devices that fill large pages, for :func:`ask_for_large_pages`.
 
-    A gigabyte takes between a quarter of a second and, where memory is in pieces or a guest's, four seconds. Their
-    addresses and values stay. Nothing is done to what is not a ``jax.Array`` with all its shards here. Of arrays over a
-    mapped file the system decides.
+    Only of what is a ``jax.Array`` with all its shards here. To move a gigabyte takes between a quarter of a second
+    and, where memory is in pieces or a guest's, four seconds; addresses and values stay. Of arrays over a mapped file
+    the system decides.
 
     Args:
       tree: nested arrays.
     """
-    for start, length in spans_of(tree):
-        ask_for_large_pages(start, length, move=True)
-
-
-def spans_of(tree: Any) -> set[tuple[int, int]]:
-    """Addresses and bytes of what :func:`prefer_large_pages` moves, for :func:`ask_for_large_pages` later."""
     if not (size := _large_page()):
         return set()
     # By address, not as arrays of NumPy: those of 4 bits would be copied, and those of PRNG keys are refused.

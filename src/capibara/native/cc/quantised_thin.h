@@ -1,5 +1,6 @@
-// Few vectors: what takes the time is reading the codes, and making numbers of them. Each code is read once for up to
-// kTogether vectors, several rows at a time so that sums do not wait for one another.
+// Few vectors: what takes the time is reading the codes, and making numbers of them. Each code is read once for as many
+// vectors as registers hold the sums of, several rows at a time so that sums do not wait for one another; across, for
+// all of them where there are many.
 #pragma once
 
 #include "fetch.h"
