@@ -245,12 +245,15 @@ def test_parts_of_codes_that_a_product_makes(part: str) -> None:
         np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
 
 
-def test_scales_of_codes_that_are_a_norms_too() -> None:
-    (w, _), x = coded((1, 128), "int8", 1), numbers(4, 128)
+@pytest.mark.parametrize(("shape", "group"), [((1, 128), 1), ((128, 128), 128)], ids=["row", "column"])
+@pytest.mark.parametrize("first", [False, True])
+def test_scales_of_codes_that_are_a_norms_too(shape: tuple[int, int], group: int, first: bool) -> None:
+    (w, _), x = coded(shape, "int8", group), numbers(4, 128)
 
     def uses(x: Any, w: Coded) -> Any:
-        normed = rms_norm(with_codes(x[:, :1], w), None, epsilon=EPSILON, accumulate="float32")
-        return with_codes(normed * w.arrays["scales"], w, transposed=True)
+        y = with_codes(x[:, : shape[0]], w) if first else product(x, jnp.eye(128) * 2 + 0 * x[0, 0])
+        normed = rms_norm(y, None, epsilon=EPSILON, accumulate="float32") * w.arrays["scales"].reshape(-1)
+        return with_codes(normed, w, transposed=True)
 
     for got, want in zip(jax.jit(chained(uses))(x, w), jax.jit(uses)(x, w), strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-4 * float(jnp.abs(want).max()))

@@ -238,7 +238,8 @@ class _Finder:
         if scale.aval.shape[-1:] != (width,):
             return None
         while (made := scale.step) is not None and made.eqn.primitive.name in ("broadcast_in_dim", "reshape"):
-            if math.prod(made.ins[0].aval.shape) != width:
+            # Another shape of the same numbers may be what a matrix in codes has for its scales.
+            if math.prod(made.ins[0].aval.shape) != width or made.ins[0].aval.shape[-1:] != (width,):
                 break
             # As many numbers as columns may be one for each row.
             along = made.eqn.params.get("broadcast_dimensions")
