@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -19,6 +20,7 @@ from capibara.core import ModularCapibaraModel
 from capibara.data import FileTokenizer
 from capibara.data.tokenizer_file import byte_tokenizer_files
 from capibara.serve import Engine
+from capibara.serve.engine.programs import Programs
 from capibara.serve.http import Keys, ServerSettings, create_app
 
 KEY = "a-key-for-tests"
@@ -122,7 +124,16 @@ def test_a_conversation(page: Browser, engine: Engine, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
-def test_an_answer_comes_bit_by_bit_and_can_be_stopped(page: Browser, engine: Engine) -> None:
+def test_an_answer_comes_bit_by_bit_and_can_be_stopped(
+    page: Browser, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Programs.step
+
+    def slow_step(*args: Any, **keywords: Any) -> Any:
+        time.sleep(0.1)  # otherwise such a small model has ended before somebody can stop it
+        return step(*args, **keywords)
+
+    monkeypatch.setattr(Programs, "step", slow_step)
     page.wait(lambda: page.texts("h1") == ["tiny"])
     page.run(
         "sessionStorage.setItem('capibara-key', arguments[0]); document.getElementById('key').value = arguments[0]",
