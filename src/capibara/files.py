@@ -15,17 +15,19 @@ import atexit
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 __all__ = [
     "NewFile",
+    "digest_of_files",
     "disown",
     "fsync_folder",
     "locked",
@@ -101,6 +103,33 @@ def locked(descriptor: int) -> bool | None:
     except OSError:
         return None
     return True
+
+
+def digest_of_files(
+    root: Path, places: Iterable[str] = ("",), *, suffixes: tuple[str, ...] = (".py",)
+) -> str:
+    """The SHA-256 of files, with their names below a folder, in hexadecimal.
+
+    Args:
+      root: the folder. places: files below it, and folders of which all files with such suffixes are meant.
+    """
+    digest = hashlib.sha256()
+    for place in places:
+        for path in _files_of(os.path.join(root, place), suffixes):
+            with open(path, "rb", buffering=0) as file:
+                digest.update(os.path.relpath(path, root).encode() + b"\0" + file.read())
+    return digest.hexdigest()
+
+
+def _files_of(place: str, suffixes: tuple[str, ...]) -> Iterator[str]:
+    if not os.path.isdir(place):
+        yield place
+        return
+    for entry in sorted(os.scandir(place), key=lambda entry: entry.name):
+        if entry.is_dir():
+            yield from _files_of(entry.path, suffixes)
+        elif entry.name.endswith(suffixes):
+            yield entry.path
 
 
 class NewFile:

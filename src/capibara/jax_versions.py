@@ -37,6 +37,7 @@ __all__ = [
     "loaded_programs",
     "memory_fraction",
     "outside_transformations",
+    "process_settings",
     "require_supported_jax",
     "required_libtpu",
     "scan_counts",
@@ -236,6 +237,14 @@ def trace_context() -> tuple[Any, ...]:
     if not _contexts:
         _contexts = len(found)
     return found[:_contexts]
+
+
+def process_settings() -> dict[str, str] | None:
+    """All settings of JAX that are set for the whole process, as text; ``None`` where it does not tell."""
+    import jax
+
+    found = getattr(jax.config, "values", None)
+    return {name: repr(value) for name, value in found.items()} if isinstance(found, dict) else None
 
 
 def outside_transformations() -> bool:

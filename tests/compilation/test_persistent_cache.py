@@ -17,30 +17,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache as jax_cache
+from own_cache import SETTINGS, own_cache
 from tiny_run import QUICK_COMPILE, TEXT, TINY
 
 from capibara.compilation import count_compilations, persistent_cache
-from capibara.compilation.persistent_cache import cache_folder, keep_compiled
+from capibara.compilation.persistent_cache import keep_compiled
 from capibara.jax_versions import watch_program_keys
 from capibara.train import read_losses
-
-SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The cache's folder, below a home of the test; JAX itself is told of none."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" / "cache"))
-    monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", raising=False)
-    monkeypatch.setattr(persistent_cache, "_MIN_SECONDS", 0.0)
-    before = {name: getattr(jax.config, name) for name in SETTINGS}
-    jax.config.update("jax_compilation_cache_dir", None)
-    jax_cache.reset_cache()
-    yield cache_folder()
-    for name, value in before.items():
-        jax.config.update(name, value)
-    jax_cache.reset_cache()
+    with own_cache(tmp_path / "home", monkeypatch) as folder:
+        yield folder
 
 
 def settings() -> list[Any]:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from own_cache import own_cache
 from small_models import KINDS, SMALL
 
+from capibara.compilation.persistent_cache import keep_compiled
 from capibara.config import ModularModelConfig
 from capibara.core import ModularCapibaraModel
 from capibara.errors import ConfigError
@@ -52,6 +54,36 @@ def test_those_of_another_model_are_left(tmp_path: Path, other: dict[str, Any]) 
     with Engine(model, early=early, warm=False, **SIZES) as engine:
         tokens(engine)
         assert engine.statistics().compilations > 0
+
+
+def test_a_later_start_traces_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[Any] = []
+    decode = ModularCapibaraModel.decode_pages
+
+    def counted(self: Any, params: Any, inputs: Any, cache: Any, shape: Any, **more: Any) -> Any:
+        traced.append(shape)
+        return decode(self, params, inputs, cache, shape, **more)
+
+    monkeypatch.setattr(ModularCapibaraModel, "decode_pages", counted)
+    model = ModularCapibaraModel(config_of())
+
+    def start(warm: Any) -> list[int]:
+        traced.clear()
+        early = EarlyPrograms(config_of(), tmp_path, **SIZES)
+        with Engine(model, early=early, warm=warm, **SIZES) as engine:
+            found = tokens(engine)
+            assert engine.statistics().compilations == 0
+        return found
+
+    with own_cache(tmp_path / "home", monkeypatch), keep_compiled(pytest.fail, min_seconds=0.0):
+        want = start(warm=True)
+        assert len(set(traced)) > 2
+        assert start(warm=True) == want
+        assert not traced
+        # Of another model nothing is found.
+        other = EarlyPrograms(config_of(**{"model.rope_theta": 77.0}), tmp_path, **SIZES).take()
+        assert other is not None
+        assert len(set(traced)) == 2
 
 
 def test_what_is_wrong_the_engine_says(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from small_models import KINDS, SMALL
 
 from capibara.compose.backends.jax_stacked import Layers
 from capibara.compress import CompressionProfile, ModelCompressionAPI
-from capibara.compress.jax_codes import is_coded, quantized
+from capibara.compress.coded import is_coded
+from capibara.compress.jax_codes import quantized
 from capibara.config import ModularModelConfig
 from capibara.core import ModularCapibaraModel
 from capibara.serve import load_compressed

@@ -15,8 +15,8 @@ __all__ = ["compress_model", "is_model_job"]
 def is_model_job(source: Path, target: Path) -> bool:
     """Whether a model is to become one file: a published model or a run, and a name that ends with .capi."""
     from capibara.cli._models import is_published, is_run
+    from capibara.compress.container.index import SUFFIX
     from capibara.compress.errors import CompressError
-    from capibara.compress.folders import SUFFIX
     from capibara.families import is_gguf
 
     one = target.name.endswith(SUFFIX) and not target.is_dir()

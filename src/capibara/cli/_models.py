@@ -119,7 +119,7 @@ def is_published(path: str | Path) -> bool:
 
 def is_archive(path: str | Path) -> bool:
     """Whether this is a compressed file, by its name."""
-    from capibara.compress.folders import SUFFIX
+    from capibara.compress.container.index import SUFFIX
 
     return Path(path).name.endswith(SUFFIX) and not Path(path).is_dir()
 
@@ -227,7 +227,7 @@ def _divided(loaded: LoadedModel, path: str, mesh: jax.sharding.Mesh | None) -> 
     import jax
 
     from capibara.compose.physical.sharding import param_shardings
-    from capibara.compress.jax_codes import is_coded
+    from capibara.compress.coded import is_coded
     from capibara.errors import ConfigError
 
     if mesh is None:

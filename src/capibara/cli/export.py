@@ -52,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
     from capibara.cli._models import is_published, load_source
     from capibara.errors import ConfigError
     from capibara.families import save_adapter, save_model
-    from capibara.families.archives import ArchiveTensors, is_read_from_archives
+    from capibara.families.archives import ArchiveTensors
+    from capibara.families.folder import is_read_from_archives
     from capibara.families.known import find_family
 
     if args.adapter:

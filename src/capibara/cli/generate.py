@@ -170,7 +170,7 @@ def _readable(load: Callable[[], Any]) -> Any:
 def _load(args: argparse.Namespace, config: Any, checkpoint: Any) -> LoadedModel:
     from jax.tree_util import tree_leaves
 
-    from capibara.compress.jax_codes import is_coded
+    from capibara.compress.coded import is_coded
     from capibara.errors import ConfigError
     from capibara.serve.load import load_model
     from capibara.serve.weights import load_compressed

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 def _is_model(path: Path) -> bool:
     """Whether this is a model, or a run, rather than archives."""
     from capibara.cli._models import is_published, is_run
-    from capibara.compress.folders import SUFFIX
+    from capibara.compress.container.index import SUFFIX
     from capibara.families import is_gguf
 
     if is_gguf(path):

@@ -8,6 +8,7 @@ import gc
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -169,12 +170,15 @@ def _run(args: argparse.Namespace) -> int:
         early = _early(args) if bundle is None and mesh is None else None
         if early is not None:
             kept.callback(early.take)  # a process that ends while XLA compiles is aborted
-        # The largest imports, beside the programs: for this the checks above do without them.
+        # The largest imports, while files are read: for this the checks above do without them.
+        importing = threading.Thread(target=_import_server, name="capibara-imports", daemon=True)
+        importing.start()
+        loaded = load_source(args.model, quiet=args.quiet, decode=True if args.decode else "auto", mesh=mesh)
+        importing.join()
         import uvicorn
 
         from capibara.serve.http import ServerSettings
 
-        loaded = load_source(args.model, quiet=args.quiet, decode=True if args.decode else "auto", mesh=mesh)
         served, app = _application(
             args,
             loaded,
@@ -208,6 +212,13 @@ def _run(args: argparse.Namespace) -> int:
         uvicorn.Server(config).run(sockets=[listener])
         served.close()
     return 0
+
+
+def _import_server() -> None:
+    with contextlib.suppress(ImportError):  # which is said where it is needed
+        import uvicorn  # noqa: F401
+
+        from capibara.serve.http import create_app  # noqa: F401
 
 
 def _bundle(args: argparse.Namespace) -> ProgramBundle | None:

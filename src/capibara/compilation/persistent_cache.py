@@ -39,7 +39,15 @@ from typing import Any
 from capibara.compilation.cache_entries import is_whole
 from capibara.jax_versions import watch_program_keys
 
-__all__ = ["cache_folder", "configure", "keep_compiled", "machine_name", "private_cache"]
+__all__ = [
+    "CacheSession",
+    "cache_folder",
+    "configure",
+    "keep_compiled",
+    "machine_name",
+    "private_cache",
+    "shared_session",
+]
 
 MAX_BYTES = 1 << 30
 # Shorter compilations are not worth a file.
@@ -130,6 +138,15 @@ def keep_compiled(
                 shared.close()
 
 
+def shared_session() -> CacheSession | None:
+    """The folder that :func:`keep_compiled` uses now.
+
+    ``None``: there is none, or it is one that JAX was given, which others may be able to write to.
+    """
+    with _lock:
+        return None if _Shared.current is None else _Shared.current.session
+
+
 _lock = threading.RLock()
 
 
@@ -141,7 +158,7 @@ class _Shared:
     def __init__(self, folder: Path, max_bytes: int, min_seconds: float) -> None:
         import jax
 
-        self.session = _Session(folder, max_bytes)
+        self.session = CacheSession(folder, max_bytes)
         settings: dict[str, Any] = {"jax_compilation_cache_dir": str(folder)}
         if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
             settings["jax_persistent_cache_min_compile_time_secs"] = min_seconds
@@ -204,7 +221,7 @@ def machine_name() -> str:
     return f"{platform.machine() or 'machine'}-{digest[:12]}"
 
 
-class _Session:
+class CacheSession:
     """One process's use of a folder, from making it ready to looking at what was written.
 
     Raises:
@@ -227,11 +244,15 @@ class _Session:
         with contextlib.suppress(OSError):  # where there are no locks, the next process looks earlier
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
+    def path(self, key: str) -> Path:
+        """The file of a program."""
+        return self.folder / f"{key}{_ENTRY}"
+
     def looked_up(self, key: str, found: bool) -> None:
-        """JAX looked for a program. Its last use is noted here: file systems need not note when a file is read."""
+        """Somebody looked for a program. Its last use is noted: file systems need not note when a file is read."""
         with contextlib.suppress(OSError):
             if found:
-                path = self.folder / f"{key}{_ENTRY}"
+                path = self.path(key)
                 os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
             else:
                 _shrink(self.folder, self.max_bytes)

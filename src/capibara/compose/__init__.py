@@ -10,10 +10,10 @@ compiled = ml.compile(model, ml.JaxBackend(), shapes={"x": [None, 32]})
 params = compiled.randomize_params(seed=0)
 """
 
+from typing import TYPE_CHECKING
+
 from capibara.compose import models, primitives
 from capibara.compose.backends.jax_backend import JaxBackend
-from capibara.compose.backends.numpy_backend import NumpyBackend
-from capibara.compose.backends.torch_backend import TorchBackend
 from capibara.compose.dtypes import (
     Dtype,
     bfloat16,
@@ -39,11 +39,6 @@ from capibara.compose.errors import (
     UnconnectedError,
     WiringError,
 )
-from capibara.compose.interchange.export import export, load_exported
-from capibara.compose.interchange.export_onnx import export_onnx
-from capibara.compose.interchange.from_jax import from_jax
-from capibara.compose.interchange.from_torch import Imported, UnsupportedTorchError, from_torch
-from capibara.compose.interchange.json_model import ModelFormatError, from_json, to_json
 from capibara.compose.library import (
     AUC,
     F1,
@@ -309,6 +304,16 @@ from capibara.compose.primitives import (
     ZerosLike,
     ZeroState,
 )
+from capibara.lazy import on_demand
+
+if TYPE_CHECKING:
+    from capibara.compose.backends.numpy_backend import NumpyBackend
+    from capibara.compose.backends.torch_backend import TorchBackend
+    from capibara.compose.interchange.export import export, load_exported
+    from capibara.compose.interchange.export_onnx import export_onnx
+    from capibara.compose.interchange.from_jax import from_jax
+    from capibara.compose.interchange.from_torch import Imported, UnsupportedTorchError, from_torch
+    from capibara.compose.interchange.json_model import ModelFormatError, from_json, to_json
 
 __all__ = [
     "AUC",
@@ -617,3 +622,16 @@ __all__ = [
     "to_json",
     "uint8",
 ]
+
+# Not for those who only run a model.
+_HOMES = {
+    "backends.numpy_backend": ("NumpyBackend",),
+    "backends.torch_backend": ("TorchBackend",),
+    "interchange.export": ("export", "load_exported"),
+    "interchange.export_onnx": ("export_onnx",),
+    "interchange.from_jax": ("from_jax",),
+    "interchange.from_torch": ("Imported", "UnsupportedTorchError", "from_torch"),
+    "interchange.json_model": ("ModelFormatError", "from_json", "to_json"),
+}
+
+__getattr__, __dir__ = on_demand(__name__, _HOMES)

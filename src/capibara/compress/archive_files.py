@@ -19,8 +19,9 @@ from capibara.compress.allocation import Allocation, allocate, check_ratio, ever
 from capibara.compress.analysis import Compressibility, analyse
 from capibara.compress.codecs.protocol import CODECS
 from capibara.compress.container import Archive, ArchiveWriter, Entry
+from capibara.compress.container.index import SUFFIX
 from capibara.compress.errors import CompressError
-from capibara.compress.folders import SUFFIX, files_in
+from capibara.compress.folders import files_in
 from capibara.compress.formats import NumberFormat
 from capibara.compress.models.source import find_tied
 from capibara.compress.original_header import check_header, with_header, without_header

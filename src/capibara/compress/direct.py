@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 
 from capibara.compress.codecs.fixed import Parts
+from capibara.compress.coded import CodedWeight
 from capibara.compress.container.reader import Archive
 from capibara.compress.errors import CompressError
 from capibara.compress.formats import NumberFormat
@@ -105,7 +106,7 @@ class Piece:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class QuantisedMatrix:
+class QuantisedMatrix(CodedWeight):
     """A weight quantized to eight or four bits.
 
     Attributes:
@@ -253,7 +254,7 @@ class QuantisedMatrix:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class QuantisedStack:
+class QuantisedStack(CodedWeight):
     """A quantized weight of more than two axes, such as the matrices of several layers, one after another.
 
     Attributes:

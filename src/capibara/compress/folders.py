@@ -8,13 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from capibara.compress.container import Archive
-from capibara.compress.container.index import HEADER, MAGIC, Chunk, Entry, dump, version_of
+from capibara.compress.container.index import HEADER, MAGIC, SUFFIX, Chunk, Entry, dump, version_of
 from capibara.compress.errors import CompressError
 from capibara.compress.output_folder import UNFINISHED
 
-__all__ = ["SUFFIX", "files_in", "find_archives", "join_archives", "names_of"]
+__all__ = ["files_in", "find_archives", "join_archives", "names_of"]
 
-SUFFIX = ".capi"
 _REMEDIES = {
     SUFFIX: "a .capi file, or a folder that 'capibara compress FOLDER OUT' wrote",
     ".safetensors": "a .safetensors file, or the folder that a model's lie in",

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from capibara.compress.coded import is_coded
 from capibara.compress.container import Archive
 from capibara.compress.direct import QuantisedMatrix, QuantisedStack, load_codes
 from capibara.compress.errors import CompressError
@@ -25,14 +26,9 @@ from capibara.compress.models.adapters import Adapter
 from capibara.compress.models.numbers import from_bits, is_array, is_torch
 from capibara.jax_versions import scan_counts
 
-__all__ = ["Coded", "CodedArrays", "is_coded", "load_weights", "quantized"]
+__all__ = ["Coded", "CodedArrays", "load_weights", "quantized"]
 
 Coded = QuantisedMatrix | QuantisedStack
-
-
-def is_coded(value: object) -> bool:
-    """Whether ``value`` is a quantized weight."""
-    return isinstance(value, Coded)
 
 
 def quantized(

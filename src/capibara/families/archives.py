@@ -11,22 +11,18 @@ from typing import Any, Self
 import numpy as np
 
 from capibara.compress.container import Archive
+from capibara.compress.container.index import SUFFIX
 from capibara.compress.errors import ArchiveError, CompressError
-from capibara.compress.folders import SUFFIX, names_of
+from capibara.compress.folders import names_of
 from capibara.compress.safetensors_file import Stored
 from capibara.compress.stored_codes import stored_parts
 from capibara.families.compressed.writing import codes_of
 from capibara.families.entries import Entries
 from capibara.families.errors import FamilyError
 
-__all__ = ["ArchiveTensors", "is_read_from_archives"]
+__all__ = ["ArchiveTensors"]
 
 _BITS = {"int8": 8, "int4": 4}
-
-
-def is_read_from_archives(folder: Path) -> bool:
-    """Whether a model's weights are those of the folder's archives: it has some, and no safetensors files."""
-    return any(folder.glob(f"*{SUFFIX}")) and not any(folder.glob("*.safetensors"))
 
 
 class ArchiveTensors:

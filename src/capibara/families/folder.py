@@ -15,22 +15,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from capibara.compress.container.index import is_lean
+from capibara.compress.container.index import SUFFIX, is_lean
 from capibara.compress.errors import ArchiveError
 from capibara.compress.formats import FORMATS
 from capibara.compress.safetensors_file import SafetensorsFile, Stored
 from capibara.config import ModularModelConfig
 from capibara.config.problems import SettingsError
 from capibara.errors import printable
-from capibara.families.archives import ArchiveTensors, is_read_from_archives
 from capibara.families.compressed.blocks import BlockScheme, BlockTensors
-from capibara.families.compressed.reading import CompressedTensors
 from capibara.families.compressed.scheme import Scheme, read_scheme
 from capibara.families.embedding_files import checked_embedding_files
 from capibara.families.errors import FamilyError
 from capibara.families.family import Family
 from capibara.families.gguf.file import is_gguf
-from capibara.families.gguf.reading import GgufTensors, gguf_values
 from capibara.families.keys import Keys
 from capibara.families.known import find_family
 from capibara.families.mxfp4 import DECODED, is_mxfp4, unpacked
@@ -43,6 +40,7 @@ __all__ = [
     "WEIGHTS",
     "Pretrained",
     "TensorFiles",
+    "is_read_from_archives",
     "open_tensors",
     "read_config",
     "read_json",
@@ -179,6 +177,8 @@ def _config_values(folder: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]
     """Where a model's settings are, what they are, and notes."""
     path = Path(folder)
     if is_gguf(path):
+        from capibara.families.gguf.reading import gguf_values
+
         return path, *gguf_values(path)
     path = path if path.name == CONFIG else path / CONFIG
     try:
@@ -188,6 +188,11 @@ def _config_values(folder: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]
             f"{path}: {error.strerror or error}. Expected the folder of a published model, with {CONFIG}, or a .gguf "
             "file"
         ) from None
+
+
+def is_read_from_archives(folder: Path) -> bool:
+    """Whether a model's weights are those of the folder's archives: it has some, and no safetensors files."""
+    return any(folder.glob(f"*{SUFFIX}")) and not any(folder.glob("*.safetensors"))
 
 
 def open_tensors(folder: str | os.PathLike[str], source: Pretrained) -> ModelTensors:
@@ -200,15 +205,24 @@ def open_tensors(folder: str | os.PathLike[str], source: Pretrained) -> ModelTen
       FamilyError: as :class:`TensorFiles`.
     """
     if is_gguf(folder):
+        from capibara.families.gguf.reading import GgufTensors
+
         return GgufTensors(folder)
     path = Path(folder)
     # An archive of a quantized folder has the parts of its matrices, as the folder's own files have them.
-    files = ArchiveTensors(path) if is_read_from_archives(path) else TensorFiles(path)
+    if is_read_from_archives(path):
+        from capibara.families.archives import ArchiveTensors
+
+        files: Any = ArchiveTensors(path)
+    else:
+        files = TensorFiles(path)
     with contextlib.ExitStack() as stack:
         stack.enter_context(files)
         if source.scheme is None:
             found = unpacked(files)
         else:
+            from capibara.families.compressed.reading import CompressedTensors
+
             own = source.values.get("dtype") or source.values.get("torch_dtype") or "float32"
             kind = BlockTensors if isinstance(source.scheme, BlockScheme) else CompressedTensors
             found = kind(files, source.scheme, str(own).removeprefix("torch."))  # type: ignore[arg-type]

@@ -36,6 +36,7 @@ __all__ = ["further_layers", "load_params", "placed_tensors", "settled"]
 
 Path = tuple[str, ...]
 _Region = tuple[tuple[int, int], ...]  # from … to in each dimension
+_Room = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 _BLOCK = 8 << 20  # bytes that are read at a time, where devices have parts of rows
 
 
@@ -175,7 +176,7 @@ def _loaded(
     stacks = {path for placed in wanted for _, path, index, _, _ in placed.parts if index}
     final, targets = _empty(model, stacks)
     shardings = {path: _automatic(sharding) for path, sharding in final.items()}
-    dtypes = {}
+    dtypes, scratch = {}, _Scratch()
     for placed in wanted:
         file, stored = files.tensors[names[placed.name]]
         dtypes[placed.name] = files.dtypes.get(names[placed.name], stored.form.name)
@@ -188,7 +189,10 @@ def _loaded(
             for piece, path, index, shape, start in one.parts:
                 held = slice(start, start + piece.stored(shape)[one.axis] * one.step, one.step)
                 own, dtype = shardings[path], model.compiled.params[path].dtype
-                raw = entry.on_devices(piece, shape, one.axis, held, own, index)
+                # What becomes a parameter as it is needs memory of its own.
+                copied = path in targets or not _stays(entry.dtype, piece.order, dtype)
+                room = scratch.room if copied else _room
+                raw = entry.on_devices(piece, shape, one.axis, held, own, index, room=room)
                 if path == one.parts[-1][1]:
                     entry.forget()
                 # One at a time: what has been read but not yet put in its place is memory besides the parameters.
@@ -252,14 +256,14 @@ class _Tensor:
     """A tensor in a file, of which parts are read."""
 
     def __init__(self, numbers: Any, dtype: Any, shape: tuple[int, ...]) -> None:
-        self._numbers, self._dtype, self._shape = numbers, dtype, shape
+        self._numbers, self.dtype, self._shape = numbers, dtype, shape
         self._all: np.ndarray | None = None
 
     def entries(self) -> Iterator[_Tensor]:
         """The entries of the first dimension."""
         size = math.prod(self._shape[1:])
         for row in range(self._shape[0]):
-            yield _Tensor(self._numbers[row * size : (row + 1) * size], self._dtype, self._shape[1:])
+            yield _Tensor(self._numbers[row * size : (row + 1) * size], self.dtype, self._shape[1:])
 
     def on_devices(
         self,
@@ -269,8 +273,14 @@ class _Tensor:
         held: slice,
         sharding: jax.sharding.Sharding,
         index: tuple[int, ...],
+        *,
+        room: _Room,
     ) -> jax.Array:
-        """A parameter's numbers in the tensor's order, dimensions taken apart, where the parameter's parts will lie."""
+        """A parameter's numbers in the tensor's order, dimensions taken apart, where the parameter's parts will lie.
+
+        Args:
+          room: gives memory for numbers that one device takes as they lie in the file.
+        """
         import jax
 
         apart = piece.apart(shape)
@@ -288,21 +298,22 @@ class _Tensor:
             parts = {one: own[tuple(slice(*ends) for ends in one)] for one in set(regions.values())}
         else:
             offset = 0 if axis else taken[0] * math.prod(self._shape[1:])
-            parts = self._parts(offset, apart, list(dict.fromkeys(regions.values())))
+            parts = self._parts(offset, apart, list(dict.fromkeys(regions.values())), room)
         placed = [jax.device_put(parts[region], device) for device, region in regions.items()]
         return jax.make_array_from_single_device_arrays(apart, turned, placed)
 
     def _parts(
-        self, offset: int, shape: tuple[int, ...], regions: list[_Region]
+        self, offset: int, shape: tuple[int, ...], regions: list[_Region], room: _Room
     ) -> dict[_Region, np.ndarray]:
         """Regions of an array that begins at a number of the tensor, each byte read once, into memory of their own."""
         runs = {region: run for region in regions if (run := _run(region, shape)) is not None}
         sizes = {region: tuple(last - first for first, last in region) for region in regions}
         if len(runs) == len(regions):
             # In their order: parts of one entry that is decoded follow one another.
-            return {region: self._read(offset + runs[region], sizes[region]) for region in sorted(runs)}
-        parts = {region: _room(size, self._dtype) for region, size in sizes.items()}
-        for leading, first, last, at in _blocks(shape, _BLOCK // self._dtype.itemsize):
+            own = room if len(runs) == 1 else _room
+            return {region: self._read(offset + runs[region], sizes[region], own) for region in sorted(runs)}
+        parts = {region: _room(size, self.dtype) for region, size in sizes.items()}
+        for leading, first, last, at in _blocks(shape, _BLOCK // self.dtype.itemsize):
             depth, block = len(leading), None
             for region, out in parts.items():
                 here = all(a <= i < b for i, (a, b) in zip(leading, region, strict=False))
@@ -321,13 +332,13 @@ class _Tensor:
                 ]
         return parts
 
-    def _read(self, first: int, shape: tuple[int, ...]) -> np.ndarray:
+    def _read(self, first: int, shape: tuple[int, ...], room: _Room | None = None) -> np.ndarray:
         """Numbers from ``first`` on."""
         count = math.prod(shape)
         numbers = self._numbers[first : first + count]
         if not isinstance(numbers, FileNumbers):  # decoded from what is in the file
-            return np.asarray(numbers).view(self._dtype).reshape(shape)
-        out = _room(shape, self._dtype)
+            return np.asarray(numbers).view(self.dtype).reshape(shape)
+        out = (room or _room)(shape, self.dtype)
         numbers.read_into(out)
         return out
 
@@ -344,6 +355,20 @@ def _room(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     count = math.prod(shape)
     whole = mmap.mmap(-1, max(count * dtype.itemsize, 1))
     return np.frombuffer(whole, dtype, count).reshape(shape)
+
+
+class _Scratch:
+    """Memory that is used again and again: the system gives new memory more slowly than a file in it is read."""
+
+    def __init__(self) -> None:
+        self._whole: np.ndarray = np.empty(0, np.uint8)
+
+    def room(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Room for an array; that of the array before."""
+        size = math.prod(shape) * dtype.itemsize
+        if self._whole.size < size:
+            self._whole = _room((size,), np.dtype(np.uint8))
+        return self._whole[:size].view(dtype).reshape(shape)
 
 
 def _run(region: _Region, shape: tuple[int, ...]) -> int | None:
@@ -399,6 +424,11 @@ def _turned(sharding: Any, order: tuple[int, ...], index: tuple[int, ...]) -> An
     return NamedSharding(sharding.mesh, PartitionSpec(*spec))
 
 
+def _stays(stored: Any, order: tuple[int, ...], dtype: Any) -> bool:
+    """Whether a tensor of such a dtype is a parameter as it is."""
+    return stored == dtype and order == tuple(range(len(order)))
+
+
 def _put(
     target: jax.Array | None,
     raw: jax.Array,
@@ -410,7 +440,7 @@ def _put(
     """A parameter, or ``target``, a stack, with it in its place and in the same memory."""
     if target is not None:
         return _putting(order, dtype, sharding)(target, raw, index)
-    if raw.dtype == dtype and order == tuple(range(raw.ndim)):
+    if _stays(raw.dtype, order, dtype):
         return raw
     return _turning(order, dtype, sharding)(raw)
 
@@ -449,8 +479,10 @@ def _empty(
     else:
         shardings = _flat(model.compiled.propose_shardings()["params"])
 
+    order = sorted(stacks)  # of a set it is another one in each process, and so would be the program
+
     def make() -> dict[Path, jax.Array]:
-        return {path: jnp.zeros(specs[path].sizes({}, "a parameter"), specs[path].dtype) for path in stacks}
+        return {path: jnp.zeros(specs[path].sizes({}, "a parameter"), specs[path].dtype) for path in order}
 
     return shardings, jax.jit(make, out_shardings={path: _automatic(shardings[path]) for path in stacks})()
 

@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from capibara.compress.jax_codes import is_coded, quantized
+from capibara.compress.coded import is_coded
+from capibara.compress.jax_codes import quantized
 from capibara.core.encoders import require_decoder
 from capibara.data import ByteTokenizer, Tokenizer, decode_stream
 from capibara.errors import ConfigError

@@ -147,7 +147,7 @@ def _fitted(path: Path, expected: Any, found: Any) -> Any:
     """The arrays, nested as the model has them."""
     import jax
 
-    from capibara.compress.jax_codes import is_coded
+    from capibara.compress.coded import is_coded
 
     def named(tree: Any) -> dict[str, Any]:
         flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_coded)

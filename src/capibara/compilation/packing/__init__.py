@@ -9,8 +9,21 @@ anyway, and only the code comes from the file (:mod:`~capibara.compilation.packi
 
 from __future__ import annotations
 
-from capibara.compilation.packing.container import PackedProgram, read_packed
-from capibara.compilation.packing.loading import load_program
-from capibara.compilation.packing.writing import pack_program
+from typing import TYPE_CHECKING
+
+from capibara.lazy import on_demand
+
+if TYPE_CHECKING:
+    from capibara.compilation.packing.container import PackedProgram, read_packed
+    from capibara.compilation.packing.loading import load_program
+    from capibara.compilation.packing.writing import pack_program
 
 __all__ = ["PackedProgram", "load_program", "pack_program", "read_packed"]
+
+_HOMES = {
+    "container": ("PackedProgram", "read_packed"),
+    "loading": ("load_program",),
+    "writing": ("pack_program",),
+}
+
+__getattr__, __dir__ = on_demand(__name__, _HOMES)

@@ -42,6 +42,7 @@ from capibara.compress.formats import FORMATS, NumberFormat
 __all__ = [
     "CHUNK",
     "MAGIC",
+    "SUFFIX",
     "VERSION",
     "VERSION_CUT",
     "Chunk",
@@ -56,6 +57,8 @@ __all__ = [
 ]
 
 MAGIC = b"\x89CAPI\r\n\x1a"
+SUFFIX = ".capi"
+"""Of the names of archives."""
 VERSION = 1
 VERSION_CUT = 2  # of files in which rows are cut
 HEADER = struct.Struct("<8sII")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import capibara
-from capibara.files import replace_file
+from capibara.files import digest_of_files, replace_file
 from capibara.plan.compiler.environment import Compiler
 from capibara.plan.compiler.job import CompiledProgram, Job
 from capibara.plan.errors import PlanError
@@ -150,12 +150,7 @@ def _version(package: str) -> str:
 
 @functools.cache
 def _code_hash() -> str:
-    digest = hashlib.sha256()
-    for room in (*_ROOMS, *_FILES):
-        place = _ROOT / room
-        for path in [place] if place.is_file() else sorted([*place.rglob("*.py"), *place.rglob("*.txtpb")]):
-            digest.update(str(path.relative_to(_ROOT)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
+    return digest_of_files(_ROOT, (*_ROOMS, *_FILES), suffixes=(".py", ".txtpb"))
 
 
 def _file_hash(module: str) -> str:

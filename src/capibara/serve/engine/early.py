@@ -8,6 +8,9 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+import jax
+
+from capibara.compilation.untraced import UntracedPrograms
 from capibara.config import ModularModelConfig
 from capibara.core import ModularCapibaraModel
 from capibara.data import Tokenizer
@@ -75,7 +78,15 @@ class EarlyPrograms:
                 pages = pages_in_memory(model, sizes.page_size, kind, least=sizes.table, most=most, free=free)
             sizes = dataclasses.replace(sizes, pages=1 + pages)
             writable = min(config.model.vocab_size, model.tokenizer.vocab_size)
-            programs = Programs(model, layers_apart(model, params), state, writable=writable)
+            parts = layers_apart(model, params)
+            settings = config.to_dict()
+            facts = {
+                **{section: settings[section] for section in ("model", "precision", "finetune")},
+                "weights": str(jax.tree.structure((parts, state))),
+                "writable": writable,
+            }
+            untraced = UntracedPrograms.here(facts)
+            programs = Programs(model, parts, state, writable=writable, untraced=untraced)
             cache = programs.describe_cache(sizes)
             first, _ = programs.to_compile(sizes.every, cache, sizes.inputs, early=sizes.early)
             # One is traced, in Python, while XLA is at another.

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from capibara.compose.backends.jax_stacked import Layers
-from capibara.compress.jax_codes import is_coded
+from capibara.compress.coded import is_coded
 
 __all__ = ["layers_apart"]
 

@@ -6,6 +6,7 @@ They are compiled for the arrays that they are called with, so that nothing is c
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from capibara.compress.jax_codes import is_coded, quantized
+from capibara.compilation.untraced import UntracedPrograms
+from capibara.compress.coded import is_coded
 from capibara.core.paged import StepShape
 from capibara.errors import ConfigError
 from capibara.memory.budget import device_budget
@@ -45,6 +47,7 @@ class Programs:
         nothing is run.
       writable: only token ids below this are chosen.
       make: makes a program of its name and of what JAX lowered; by default it is compiled.
+      untraced: those of earlier processes, for such a model.
 
     Attributes:
       writable: see above. compilations: how many programs were compiled because a step needed them.
@@ -58,8 +61,9 @@ class Programs:
         *,
         writable: int,
         make: Callable[[str, Any], Any] | None = None,
+        untraced: UntracedPrograms | None = None,
     ) -> None:
-        self._model = model
+        self._model, self._untraced = model, untraced
         self._make = make or (lambda _, lowered: lowered.compile())
         # As a plain list, without arrays that hold nothing: going through nested weights for each step, codes above
         # all, takes as long as some of its products.
@@ -94,6 +98,7 @@ class Programs:
 
         same = facts(self) == facts(other) and kinds(self) == kinds(other)
         if same:
+            self._untraced = other._untraced
             with self._lock:
                 self._steps |= other._steps
                 self._choices |= other._choices
@@ -112,12 +117,8 @@ class Programs:
         def zeros() -> Any:
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), described)
 
-        with self._lowering():
-            lowered = jax.jit(zeros, out_shardings=places).lower()
-        program = self._made("cache", lowered)
-        if program is None:
-            return None
-        return program()
+        program = self._program("cache", zeros, (), described, out_shardings=places)
+        return None if program is None else program()
 
     def step(
         self,
@@ -176,9 +177,32 @@ class Programs:
                 table[key] = compile_one()
             return table[key]
 
-    def _made(self, name: str, lowered: Any) -> Any:
+    def _program(
+        self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], outputs: Any, **how: Any
+    ) -> Any:
+        """A function as a program for such arguments: of an earlier process, or made now.
+
+        Args:
+          outputs: a tree as it gives one. how: as for ``jax.jit``.
+        """
+        if self._untraced is not None:
+            found = self._untraced.get(name, arguments, outputs)
+            if found is not None:
+                return found
+
+        def lower() -> jax.stages.Lowered:
+            # A function of its own for each time: JAX would give the program that it has of another.
+            @functools.wraps(function)
+            def fresh(*given: Any) -> Any:
+                return function(*given)
+
+            with self._lowering():
+                return jax.jit(fresh, **how).lower(*arguments)
+
         with self._model.backend.scope():
-            return self._make(name, lowered)
+            if self._untraced is None:
+                return self._make(name, lower())
+            return self._untraced.make(name, arguments, outputs, lower)
 
     def _compiled_step(self, shape: StepShape, cache: Any, inputs: Any) -> Any:
         return self._once("step", self._steps, shape, lambda: self._compile_step(shape, cache, inputs))
@@ -194,7 +218,11 @@ class Programs:
             with contextlib.nullcontext() if coded else few_rows():
                 return model.decode_pages(params, inputs, cache, shape, state=state)
 
-        run = quantized(decoded) if coded else decoded
+        run: Callable[..., Any] = decoded
+        if coded:
+            from capibara.compress.jax_codes import quantized
+
+            run = quantized(decoded)
 
         def step(weights: list[Any], cache: Any, inputs: Any, sampling: SamplingRows | None = None) -> Any:
             given = iter(weights)
@@ -207,11 +235,11 @@ class Programs:
 
         if self._alone:
             step = (chained if shape.tokens <= MOST_ROWS else joined)(step)
-        given = [self._weights, cache, inputs]
+        given, written = [self._weights, cache, inputs], None
         if self.writes_several(shape):
-            step = several_tokens(step, self._logits(shape.rows))
+            step, written = several_tokens(step, self._logits(shape.rows)), Written(0, 0, 0)
         elif self.chooses(shape):
-            step = one_token(step)
+            step, written = one_token(step), Written(0, 0, None)
         if self.chooses(shape):
             given.append(TokenLoop.once(shape.sequences))
 
@@ -219,10 +247,9 @@ class Programs:
         places = (
             None if model.mesh is None else (self._whole(), jax.tree.map(lambda x: x.sharding, cache), None)
         )
-        with self._lowering():
-            jitted = jax.jit(step, donate_argnums=1, out_shardings=places)
-            lowered = jitted.lower(*given)
-        return self._made(f"step of {shape.rows} + {shape.chunks} × {shape.chunk}", lowered)
+        name = f"step of {shape.rows} + {shape.chunks} × {shape.chunk}"
+        outputs = (0, cache, written)
+        return self._program(name, step, tuple(given), outputs, donate_argnums=1, out_shardings=places)
 
     def _logits(self, count: int) -> jax.ShapeDtypeStruct:
         """What a step gives for so many tokens."""
@@ -260,10 +287,9 @@ class Programs:
 
         rows = rows_of([GREEDY] * size, [0] * size, [0] * size)
         changes = no_changes(size, vocabulary) if changed else None
-        with self._lowering():
-            lowered = jax.jit(chosen).lower(self._logits(size), rows, changes)
         name = f"choice of {size}{' changed' if changed else ''}{f', {top} scored' if top else ''}"
-        return self._made(name, lowered)
+        outputs = Chosen(0, *[0 if top else None] * 3)
+        return self._program(name, chosen, (self._logits(size), rows, changes), outputs)
 
     def score(self, logits: Any, targets: Any) -> Any:
         """The logarithms of probability of given tokens: ``(logprobs, top_logprobs, top_tokens)``.
@@ -291,9 +317,7 @@ class Programs:
             return jnp.take_along_axis(own, targets[:, None], axis=1)[:, 0], *top
 
         targets = jax.ShapeDtypeStruct((size,), jnp.int32)
-        with self._lowering():
-            lowered = jax.jit(scores).lower(self._logits(size), targets)
-        return self._made(f"scores of {size}", lowered)
+        return self._program(f"scores of {size}", scores, (self._logits(size), targets), (0, 0, 0))
 
     @contextlib.contextmanager
     def _lowering(self) -> Iterator[None]:

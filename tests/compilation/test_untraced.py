@@ -1,0 +1,223 @@
+"""Programs of earlier processes that are not traced again: found or not, damaged, and of what JAX cannot write."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental import serialize_executable
+from own_cache import own_cache
+
+from capibara.compilation.cache_entries import compress
+from capibara.compilation.persistent_cache import keep_compiled
+from capibara.compilation.untraced import UntracedPrograms
+
+X = np.arange(12, dtype=np.float32).reshape(3, 4)
+OUTPUTS = {"sum": 0, "turned": 0}
+
+
+def function(x: jax.Array) -> dict[str, jax.Array]:
+    return {"turned": jnp.sin(x).T, "sum": (x @ x.T).sum()}
+
+
+def lower() -> jax.stages.Lowered:
+    def fresh(x: jax.Array) -> dict[str, jax.Array]:
+        return function(x)
+
+    return jax.jit(fresh).lower(X)
+
+
+def never() -> jax.stages.Lowered:
+    raise AssertionError("traced")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with (
+        own_cache(tmp_path / "home", monkeypatch),
+        keep_compiled(pytest.fail, min_seconds=0.0) as folder,
+    ):
+        assert folder is not None
+        yield folder
+
+
+def here(**facts: Any) -> UntracedPrograms:
+    found = UntracedPrograms.here(facts)
+    assert found is not None
+    return found
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("untraced-*"))
+
+
+def check(program: Any) -> None:
+    """It computes what NumPy does."""
+    found = program(X)
+    assert set(found) == set(OUTPUTS)
+    np.testing.assert_allclose(found["turned"], np.sin(X).T, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found["sum"], (X @ X.T).sum(), rtol=1e-5)
+
+
+def test_a_program_is_made_once(folder: Path) -> None:
+    assert here(a=1).get("f", (X,), OUTPUTS) is None
+    check(here(a=1).make("f", (X,), OUTPUTS, lower))
+    found = here(a=1).get("f", (X,), OUTPUTS)
+    check(found)
+    described = (jax.ShapeDtypeStruct(X.shape, X.dtype),)
+    check(here(a=1).get("f", described, OUTPUTS))
+    assert len(files(folder)) == 1
+    with pytest.raises(TypeError, match=r"float32\[3,4\]|called with"):
+        found(X[:2])
+
+
+def test_another_process_reads_it(folder: Path) -> None:
+    here(a=1).make("f", (X,), OUTPUTS, lower)
+    script = f"""
+import numpy as np
+from capibara.compilation.persistent_cache import keep_compiled
+from capibara.compilation.untraced import UntracedPrograms
+X = np.arange(12, dtype=np.float32).reshape(3, 4)
+with keep_compiled(print, min_seconds=0.0):
+    found = UntracedPrograms.here({{"a": 1}}).get("f", (X,), {OUTPUTS!r})
+print(float(found(X)["sum"]))
+"""
+    # Its own settings: those of the tests' process are among what a program depends on.
+    names = {name: repr(value) for name, value in jax.config.values.items()}
+    changed = [name for name in ("jax_enable_x64", "jax_platforms") if names[name] not in ("False", "None")]
+    environment = {**os.environ, **{name.upper(): str(jax.config.values[name]) for name in changed}}
+    found = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    assert float(found.stdout) == pytest.approx(float((X @ X.T).sum()))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: here(a=2).get("f", (X,), OUTPUTS),
+        lambda: here(a=1).get("g", (X,), OUTPUTS),
+        lambda: here(a=1).get("f", (X.T,), OUTPUTS),
+        lambda: here(a=1).get("f", (X.astype(np.int32),), OUTPUTS),
+        lambda: here(a=1).get("f", ({"x": X},), OUTPUTS),
+    ],
+    ids=["facts", "name", "shape", "dtype", "tree"],
+)
+def test_another_program_is_not_found(folder: Path, other: Callable[[], Any]) -> None:
+    here(a=1).make("f", (X,), OUTPUTS, lower)
+    assert other() is None
+    assert len(files(folder)) == 1  # which is not there for nothing
+
+
+def test_what_programs_depend_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here(a=1).make("f", (X,), OUTPUTS, lower)
+    with monkeypatch.context() as changed:
+        changed.setenv("CAPIBARA_NATIVE", "0")
+        assert here(a=1).get("f", (X,), OUTPUTS) is None
+    with monkeypatch.context() as changed:
+        changed.setattr("capibara.compilation.untraced._code", lambda: "another version")
+        assert here(a=1).get("f", (X,), OUTPUTS) is None
+    before = jax.config.jax_default_matmul_precision  # pyright: ignore
+    jax.config.update("jax_default_matmul_precision", "highest")
+    try:
+        assert here(a=1).get("f", (X,), OUTPUTS) is None
+    finally:
+        jax.config.update("jax_default_matmul_precision", before)
+    check(here(a=1).get("f", (X,), OUTPUTS))
+
+
+@given(st.data())
+@settings(max_examples=25, deadline=None)
+def test_a_damaged_file_is_made_anew(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    with (
+        pytest.MonkeyPatch.context() as monkeypatch,
+        own_cache(tmp_path_factory.mktemp("home"), monkeypatch),
+        keep_compiled(pytest.fail, min_seconds=0.0) as folder,
+    ):
+        assert folder is not None
+        here(a=1).make("f", (X,), OUTPUTS, lower)
+        (path,) = files(folder)
+        whole = path.read_bytes()
+        at = int(data.draw(st.floats(0, 1, exclude_max=True)) * len(whole))  # which is not always as long
+        if data.draw(st.booleans()):
+            path.write_bytes(whole[:at])
+        else:
+            flipped = bytearray(whole)
+            flipped[at] ^= 1 << data.draw(st.integers(0, 7))
+            path.write_bytes(flipped)
+        found = here(a=1).get("f", (X,), OUTPUTS)
+        if found is None:
+            assert not files(folder)
+            found = here(a=1).make("f", (X,), OUTPUTS, lower)
+            assert files(folder) == [path]
+        check(found)  # a bit of the compression's header may say nothing
+
+
+@pytest.mark.parametrize("content", [b"", b"nothing", compress(b"x" * 100)])
+def test_what_is_no_program_is_removed(folder: Path, content: bytes) -> None:
+    here(a=1).make("f", (X,), OUTPUTS, lower)
+    (path,) = files(folder)
+    path.write_bytes(content)
+    assert here(a=1).get("f", (X,), OUTPUTS) is None
+    assert not path.exists()
+
+
+def test_a_program_of_jaxs_cache_is_compiled_once_more(folder: Path) -> None:
+    """Written from what XLA read, it would lack its functions."""
+    check(here(a=1).make("f", (X,), OUTPUTS, lower))
+    files(folder)[0].unlink()
+    jax.clear_caches()
+    check(here(a=1).make("f", (X,), OUTPUTS, lower))
+    check(here(a=1).get("f", (X,), OUTPUTS))
+
+
+def test_what_jax_cannot_write_stays_in_its_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Any) -> Any:
+        raise ValueError("Compilation does not support serialization")
+
+    monkeypatch.setattr(serialize_executable, "serialize", refuse)
+    check(here(a=1).make("f", (X,), OUTPUTS, lower))
+    theirs = {path.name: path.stat().st_mtime_ns for path in folder.glob("jit_*-cache")}
+    assert theirs
+    for _ in range(2):
+        jax.clear_caches()
+        again = here(a=1)
+        assert again.get("f", (X,), OUTPUTS) is None
+        check(again.make("f", (X,), OUTPUTS, lower))
+        assert {path.name: path.stat().st_mtime_ns for path in folder.glob("jit_*-cache")} == theirs
+
+
+def test_outputs_of_another_structure(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"f: expected .*turned.*, got .*other"):
+        here(a=1).make("f", (X,), {"other": 0}, lower)
+    assert not files(folder)
+
+
+def test_a_full_disk_stops_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("capibara.compilation.untraced.replace_file", full)
+    check(here(a=1).make("f", (X,), OUTPUTS, lower))
+    assert not files(folder)
+
+
+def test_there_are_none_in_a_folder_that_jax_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with own_cache(tmp_path / "home", monkeypatch):
+        assert UntracedPrograms.here({}) is None
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path / "theirs"))
+        with keep_compiled(pytest.fail) as folder:
+            assert folder == tmp_path / "theirs"
+            assert UntracedPrograms.here({}) is None
