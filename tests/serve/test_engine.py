@@ -512,8 +512,9 @@ def test_a_prompt_takes_the_smallest_step_that_has_room_for_it(recurrent: bool, 
     alone = [sizes.shape(0, n) for n in range(1, most + 1)]
     assert [(s.rows, s.chunks) for s in alone] == [(1, 1), (1, 2), *[(1, most)] * (most - 2)]
     assert {s.chunk for s in alone} == {128 // most}
-    # Beside several texts that are written there is one size.
-    assert {(s.rows, s.chunks) for s in (sizes.shape(2, n) for n in range(1, most + 1))} == {(3, most)}
+    # Beside several texts that are written there is one for a prompt of one piece, and one for all others.
+    beside = [sizes.shape(2, n) for n in range(1, most + 1)]
+    assert [(s.rows, s.chunks) for s in beside] == [(3, 1), *[(3, most)] * (most - 1)]
     assert sizes.early == [sizes.shape(1, 0), alone[0]]
 
 

@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.request import getproxies
 
 import numpy as np
 
@@ -34,7 +35,7 @@ __all__ = [
 ]
 
 _PERCENTILES = (50, 90, 99)
-_LARGEST = 1 << 20  # characters of a line of the answer
+_LARGEST = 1 << 20  # bytes of a line of the answer
 
 
 @dataclass(frozen=True)
@@ -297,34 +298,43 @@ def bench_serve(
 
     Raises:
       ConfigError: the URL is none, or nothing listens there.
-      MissingExtraError: the package ``httpx`` is not installed.
+      MissingExtraError: the package ``aiohttp`` is not installed.
     """
     try:
-        import httpx
+        import aiohttp
     except ImportError:
-        raise MissingExtraError("httpx", "serve", "measuring an endpoint") from None
+        raise MissingExtraError("aiohttp", "serve", "measuring an endpoint") from None
     base = url.rstrip("/").removesuffix("/v1")
     if not base.startswith(("http://", "https://")):
         raise ConfigError(f"url={url!r:.200}: expected http://HOST:PORT or https://…")
+    return asyncio.run(_bench(aiohttp, base, settings, progress))
+
+
+async def _require_server(aiohttp: Any, client: Any, base: str) -> None:
     try:
-        httpx.get(f"{base}/health", timeout=10)
-    except httpx.HTTPError as error:
+        async with client.get(f"{base}/health", timeout=aiohttp.ClientTimeout(total=10)) as response:
+            await response.read()
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
         raise ConfigError(
-            f"url={url!r:.200}: nothing answers there ({error}). Start the server first"
+            f"url={base!r:.200}: nothing answers there ({error or type(error).__name__}). Start the server first"
         ) from None
-    return asyncio.run(_bench(httpx, base, settings, progress))
 
 
 async def _bench(
-    httpx: Any, base: str, settings: BenchSettings, progress: Callable[[int], object] | None
+    aiohttp: Any, base: str, settings: BenchSettings, progress: Callable[[int], object] | None
 ) -> BenchReport:
     requests, answers = _Requests(settings), []
     room = None if settings.concurrency is None else asyncio.Semaphore(settings.concurrency)
     headers = {"authorization": f"Bearer {settings.key}"} if settings.key else {}
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+    # Connections are used again for less time than servers keep them: who asks on one that is being closed gets none.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
+    forever = aiohttp.ClientTimeout(total=None, sock_connect=settings.timeout_s)
     path = f"{base}/v1/{'chat/' if settings.chat else ''}completions"
     done = 0
-    async with httpx.AsyncClient(headers=headers, limits=limits, timeout=settings.timeout_s) as client:
+    async with aiohttp.ClientSession(
+        headers=headers, connector=connector, timeout=forever, trust_env=bool(getproxies())
+    ) as client:
+        await _require_server(aiohttp, client, base)
         begun = time.perf_counter()
 
         async def one(kind: str, body: dict[str, Any], pieces: int) -> None:
@@ -334,7 +344,7 @@ async def _bench(
             try:
                 async with asyncio.timeout(settings.timeout_s):
                     await _ask(client, path, body, answer, begun, pieces)
-            except (httpx.HTTPError, OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+            except (aiohttp.ClientError, OSError, ValueError, TypeError, AttributeError, KeyError) as error:
                 # The last three: an event of another shape than the API's.
                 answer.error = f"{type(error).__name__}: {error}"[:200]
             finally:
@@ -359,11 +369,11 @@ async def _bench(
         return BenchReport(settings, tuple(answers), time.perf_counter() - begun)
 
 
-async def _lines(response: Any) -> AsyncIterator[str]:
-    """Lines as events have them; httpx's own end at every line separator of Unicode."""
-    held = ""
-    async for text in response.aiter_text():
-        *whole, held = (held + text).split("\n")
+async def _lines(response: Any) -> AsyncIterator[bytes]:
+    """The lines of a stream as they come, without their ends."""
+    held = b""
+    async for content in response.content.iter_any():
+        *whole, held = (held + content).split(b"\n")
         if len(held) > _LARGEST:
             raise ValueError("a line of the stream is too long")
         for line in whole:
@@ -374,25 +384,29 @@ async def _lines(response: Any) -> AsyncIterator[str]:
 async def _ask(
     client: Any, path: str, body: dict[str, Any], answer: Answer, begun: float, pieces: int
 ) -> None:
-    async with client.stream("POST", path, json=body) as response:
-        answer.status = response.status_code
-        if response.status_code != 200:
-            content = (await response.aread())[:_LARGEST].decode("utf-8", "replace")
-            answer.error = f"{response.status_code}: {content[:160]}"
+    async with client.post(path, json=body) as response:
+        answer.status = response.status
+        if response.status != 200:
+            told = b""
+            async for content in response.content.iter_any():
+                told += content
+                if len(told) > _LARGEST:
+                    break
+            answer.error = f"{response.status}: {told[:640].decode('utf-8', 'replace')[:160]}"
             if answer.deserved:
                 answer.error = None
             return
         ended = False
         async for line in _lines(response):
-            if not line.startswith("data:"):
+            if not line.startswith(b"data:"):
                 continue
             content = line[5:].strip()
-            if content == "[DONE]":
+            if content == b"[DONE]":
                 ended = True
                 break
             event = json.loads(content)
             if not isinstance(event, dict):
-                raise ValueError(f"an event is no object: {content[:160]}")
+                raise ValueError(f"an event is no object: {content[:160].decode('utf-8', 'replace')}")
             if "error" in event:
                 raise ValueError(str(event["error"])[:160])
             now = time.perf_counter() - begun

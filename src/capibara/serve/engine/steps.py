@@ -157,7 +157,9 @@ class EngineSizes:
         found = [StepShape(n, c, chunk) for n in rows for c in (0, chunks)]
         # Where little else runs, a short prompt, or the new end of a known one, takes less time than a long one.
         fewer = [2**n for n in range(chunks.bit_length()) if 2**n < chunks]
-        return [*found[:2], *(StepShape(rows[0], n, chunk) for n in fewer), *found[2:]]
+        # Where all places are taken, texts end one by one, and each leaves room for one prompt.
+        full = [StepShape(rows[-1], 1, chunk)] if rows[1:] and chunks > 1 else []
+        return [*found[:2], *(StepShape(rows[0], n, chunk) for n in fewer), *found[2:], *full]
 
     @property
     def early(self) -> list[StepShape]:
