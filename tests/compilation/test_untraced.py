@@ -77,6 +77,7 @@ def test_a_program_is_made_once(folder: Path) -> None:
     described = (jax.ShapeDtypeStruct(X.shape, X.dtype),)
     check(here(a=1).get("f", described, OUTPUTS))
     assert len(files(folder)) == 1
+    assert found is not None
     with pytest.raises(TypeError, match=r"float32\[3,4\]|called with"):
         found(X[:2])
 
