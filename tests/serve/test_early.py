@@ -126,6 +126,41 @@ def test_a_long_prompt_does_not_wait_for_its_program() -> None:
         assert engine.statistics().compilations == 0
 
 
+def test_texts_take_turns_until_there_are_programs_for_several() -> None:
+    asked = [Request((1, 2, number), max_tokens=5, sampling=Sampling(temperature=0.0)) for number in range(6)]
+    model = ModularCapibaraModel(config_of())
+    sizes: dict[str, Any] = SIZES | {"max_batch": 5, "prefix_cache": False}
+    made, held, ended = threading.Event(), threading.Event(), threading.Event()
+
+    class Held(Engine):
+        def _warm(self, rest: Any, done: int, total: int, progress: Any) -> None:
+            assert held.wait(60)
+            for compile_one in rest[:4]:  # of one text with more of a prompt, and of four with and without
+                compile_one()
+            made.set()
+            assert ended.wait(60)
+
+    def write(engine: Engine) -> list[list[int]]:
+        streams = [engine.submit(one) for one in asked]
+        return [[token for piece in stream for token in piece.tokens] for stream in streams]
+
+    with Engine(model, warm=False, **sizes) as engine:
+        want = write(engine)
+    with Held(model, warm="first", **sizes) as engine:
+        try:
+            assert write(engine) == want
+            steps = engine.statistics().steps
+            assert steps >= 6 * 5  # a text after the other
+            held.set()
+            assert made.wait(60)
+            assert write(engine) == want
+            assert engine.statistics().steps - steps < 6 * 5 / 2
+            assert engine.statistics().compilations == 0
+        finally:
+            held.set()
+            ended.set()
+
+
 def test_a_prompt_takes_a_larger_step_whose_program_is_there() -> None:
     model = ModularCapibaraModel(config_of())
     sizes: dict[str, Any] = SIZES | {"prefill_chunks": 4}

@@ -433,7 +433,7 @@ class Engine:
         """Seconds that a request waits for its turn, with so many before it."""
         running = len(self._running)
         # Free places go to those before it, which the next steps take in; without pages for the next, none is free.
-        free = max(0, self._max_batch - running) if self._has_pages() else 0
+        free = max(0, self._most_texts() - running) if self._has_pages() else 0
         return 0.0 if ahead < free else self._turns.wait_s(ahead - free, running + free)
 
     def _check_wait(self, sequences: list[Sequence]) -> None:
@@ -588,7 +588,7 @@ class Engine:
                     rows += 1
             elif chunks < places and self._reach(sequence, len(sequence.tokens)):
                 chunks += self._read(sequence, pieces, chunks, places, most)
-        while chunks < places and self._waiting and len(self._running) < self._max_batch:
+        while chunks < places and self._waiting and len(self._running) < self._most_texts():
             sequence = self._waiting[0][1]
             if sequence.turn != turn:
                 break
@@ -607,13 +607,30 @@ class Engine:
         alive = set(map(id, self._running))
         return [piece for piece in pieces if id(piece.sequence) in alive]
 
+    def _most_texts(self) -> int:
+        """How many texts are written at once: while programs are compiled beside, as many as there are programs for.
+
+        Waiting for a larger one takes longer than writing one text after the other.
+        """
+        if not self._programs_left:
+            return self._max_batch
+        with_chunks = self._sizes.plain[1]
+        ready = [
+            shape.rows
+            for shape in self._sizes.plain
+            if not shape.chunks
+            and self._is_ready(shape)
+            and self._is_ready(dataclasses.replace(with_chunks, rows=shape.rows))
+        ]
+        return max(ready, default=self._sizes.early[0].rows)
+
     def _is_ready(self, shape: StepShape) -> bool:
         return all(programs.has_step(shape) for programs in self._every_program())
 
     def _next_turn(self) -> tuple[int, bool]:
         """Whose texts the next step computes: adapters take turns, and so do prompts that are scored."""
         present = {sequence.turn for sequence in self._running}
-        if self._waiting and len(self._running) < self._max_batch:
+        if self._waiting and len(self._running) < self._most_texts():
             present.add(self._waiting[0][1].turn)
         self._turn = min((t for t in present if t > self._turn), default=min(present, default=self._turn))
         return self._turn
@@ -658,7 +675,7 @@ class Engine:
 
     def _may_admit(self, running: int) -> bool:
         """Whether the next that waits may get pages and a slot when so many run, as far as is known."""
-        if not self._waiting or running >= self._max_batch:
+        if not self._waiting or running >= self._most_texts():
             return False
         return running < len(self._running) or self._has_pages()
 
