@@ -111,8 +111,10 @@ print(float(found(X)["sum"]))
         lambda: here(a=1).get("f", (X.T,), OUTPUTS),
         lambda: here(a=1).get("f", (X.astype(np.int32),), OUTPUTS),
         lambda: here(a=1).get("f", ({"x": X},), OUTPUTS),
+        lambda: here(a=1).get("f", (X,), OUTPUTS | {"more": 0}),
+        lambda: here(a=1).get("f", (X,), OUTPUTS | {"turned": X}),
     ],
-    ids=["facts", "name", "shape", "dtype", "tree"],
+    ids=["facts", "name", "shape", "dtype", "tree", "outputs", "shape of outputs"],
 )
 def test_another_program_is_not_found(folder: Path, other: Callable[[], Any]) -> None:
     here(a=1).make("f", (X,), OUTPUTS, lower)

@@ -67,12 +67,12 @@ def test_a_later_start_traces_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(ModularCapibaraModel, "decode_pages", counted)
     model = ModularCapibaraModel(config_of())
 
-    def start(warm: Any) -> list[int]:
+    def start(warm: bool = False, **other: Any) -> list[int]:
         traced.clear()
-        early = EarlyPrograms(config_of(), tmp_path, **SIZES)
-        with Engine(model, early=early, warm=warm, **SIZES) as engine:
+        early = EarlyPrograms(config_of(), tmp_path, **SIZES | other)
+        with Engine(model, early=early, warm=warm, **SIZES | other) as engine:
             found = tokens(engine)
-            assert engine.statistics().compilations == 0
+            assert not warm or engine.statistics().compilations == 0
         return found
 
     with own_cache(tmp_path / "home", monkeypatch), keep_compiled(pytest.fail, min_seconds=0.0):
@@ -80,6 +80,21 @@ def test_a_later_start_traces_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
         assert len(set(traced)) > 2
         assert start(warm=True) == want
         assert not traced
+        # Each of these is another engine, with programs of its own.
+        others: list[dict[str, Any]] = [
+            {"pages": 40},
+            {"max_batch": 3},
+            {"cache_dtype": "bfloat16"},
+            {"prefill_tokens": 16},
+        ]
+        for other in others:
+            found = start(**other)
+            assert traced
+            assert "cache_dtype" in other or found == want
+        for other in others:
+            found = start(**other)
+            assert not traced
+            assert "cache_dtype" in other or found == want
         # Of another model nothing is found.
         other = EarlyPrograms(config_of(**{"model.rope_theta": 77.0}), tmp_path, **SIZES).take()
         assert other is not None

@@ -65,11 +65,11 @@ class UntracedPrograms:
 
         Args:
           name: of it, one for each function. arguments: arrays or descriptions of them.
-          outputs: a tree as it gives one.
+          outputs: a tree as it gives one; where it has arrays or descriptions of them, with their shapes.
         """
         from jax.experimental import serialize_executable
 
-        key = self._key(name, arguments)
+        key = self._key(name, arguments, outputs)
         path = self._session.path(key)
         try:
             with open(path, "rb") as file:
@@ -113,7 +113,7 @@ class UntracedPrograms:
         Raises:
           ValueError: its outputs have another structure.
         """
-        key = self._key(name, arguments)
+        key = self._key(name, arguments, outputs)
         if key in self._refused:
             return lower().compile()
         compiled, seen = self._compiled(lower())
@@ -150,9 +150,10 @@ class UntracedPrograms:
                 raise ValueError(f"{name}: expected {own}, got {jax.tree.structure(given)}")
         return hashlib.sha256(code).digest() + code
 
-    def _key(self, name: str, arguments: tuple[Any, ...]) -> str:
-        leaves, tree = jax.tree.flatten(arguments)
-        kinds = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves]
+    def _key(self, name: str, arguments: tuple[Any, ...], outputs: Any) -> str:
+        leaves, tree = jax.tree.flatten((arguments, outputs))
+        # Of a function without arguments all that there may be to tell is the shapes that it gives.
+        kinds = [f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "shape") else "" for leaf in leaves]
         text = json.dumps([name, str(tree), kinds, self._facts])
         return f"untraced-{hashlib.sha256(text.encode()).hexdigest()}"
 
