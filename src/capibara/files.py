@@ -29,6 +29,7 @@ __all__ = [
     "NewFile",
     "digest_of_files",
     "disown",
+    "files_below",
     "fsync_folder",
     "locked",
     "naming",
@@ -119,6 +120,11 @@ def digest_of_files(
             with open(path, "rb", buffering=0) as file:
                 digest.update(os.path.relpath(path, root).encode() + b"\0" + file.read())
     return digest.hexdigest()
+
+
+def files_below(root: Path, suffixes: tuple[str, ...] = (".py",)) -> Iterator[str]:
+    """The paths of all files in a folder and those in it that end so, in order."""
+    return _files_of(os.fspath(root), suffixes)
 
 
 def _files_of(place: str, suffixes: tuple[str, ...]) -> Iterator[str]:

@@ -26,6 +26,8 @@ def on_demand(
 
     def __getattr__(name: str) -> Any:
         if name not in module_of:
+            if any(home == name or home.startswith(f"{name}.") for home in homes):
+                return importlib.import_module(f"{package}.{name}")  # as if the package had imported it
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f"{package}.{module_of[name]}"), name)
         vars(sys.modules[package])[name] = value

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 
 from capibara.jax_versions import UnsupportedJaxWarning, find_package, installed_version, version_problem
 
-__all__ = ["has_tpu", "keep_to_cpu", "prepare"]
+__all__ = ["STARTED", "has_tpu", "keep_to_cpu", "prepare"]
+
+STARTED = time.time()
+"""When this process began to import Capibara, as files say when they were changed."""
 
 # Variables of libtpu that say nothing about a TPU. JAX sets the first two itself, where it finds none.
 _ABOUT_NO_TPU = {

@@ -18,9 +18,11 @@ from hypothesis import strategies as st
 from jax.experimental import serialize_executable
 from own_cache import own_cache
 
+from capibara.compilation import persistent_cache
 from capibara.compilation.cache_entries import compress
 from capibara.compilation.persistent_cache import keep_compiled
 from capibara.compilation.untraced import UntracedPrograms
+from capibara.ops import tuning_cache
 
 X = np.arange(12, dtype=np.float32).reshape(3, 4)
 OUTPUTS = {"sum": 0, "turned": 0}
@@ -58,7 +60,7 @@ def here(**facts: Any) -> UntracedPrograms:
 
 
 def files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("untraced-*"))
+    return sorted(folder.glob("*-untraced"))
 
 
 def check(program: Any) -> None:
@@ -200,6 +202,42 @@ def test_what_jax_cannot_write_stays_in_its_cache(folder: Path, monkeypatch: pyt
         assert {path.name: path.stat().st_mtime_ns for path in folder.glob("jit_*-cache")} == theirs
 
 
+def test_other_variables_change_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here(a=1).make("f", (X,), OUTPUTS, lower)
+    monkeypatch.setenv("CAPIBARA_API_KEYS", "another")
+    check(here(a=1).get("f", (X,), OUTPUTS))
+
+
+def test_sources_that_changed_meanwhile(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was imported may be the former ones."""
+    monkeypatch.setattr("capibara.compilation.untraced.STARTED", 1e9)
+    assert UntracedPrograms.here({}) is None
+
+
+def test_what_cannot_be_read_is_a_miss(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CAPIBARA_TUNING", "1")
+    monkeypatch.setenv("CAPIBARA_TUNING_DIR", str(tmp_path))
+    measured = tuning_cache.cache_folder()
+    assert measured is not None
+    measured.mkdir(parents=True)
+    (measured / "x.json").symlink_to(tmp_path / "nothing")
+    assert UntracedPrograms.here({}) is None
+    (measured / "x.json").unlink()
+    made = here(a=1)
+    made.make("f", (X,), OUTPUTS, lower)
+    (path,) = files(folder)
+    path.unlink()
+    path.mkdir()
+    assert made.get("f", (X,), OUTPUTS) is None
+
+
+def test_they_make_room_as_others_do(folder: Path) -> None:
+    here(a=1).make("f", (X,), OUTPUTS, lower)
+    assert files(folder)
+    persistent_cache._shrink(folder, 0)
+    assert not files(folder)
+
+
 def test_outputs_of_another_structure(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"f: expected .*turned.*, got .*other"):
         here(a=1).make("f", (X,), {"other": 0}, lower)
@@ -207,7 +245,7 @@ def test_outputs_of_another_structure(folder: Path) -> None:
 
 
 def test_a_full_disk_stops_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("capibara.compilation.untraced.replace_file", full)

@@ -20,6 +20,7 @@ from capibara.serve.bench import (
     Answer,
     BenchReport,
     BenchSettings,
+    _proxy,
     _Requests,
     bench_serve,
     parse_range,
@@ -36,7 +37,7 @@ class Scripted:
         self.asked: list[dict[str, Any]] = []
         self.gone = 0
         self.breaks = False
-        self.full = 0
+        self.full, self.refusal = 0, b"429 Too Many Requests"
         self.wait = 0.01
         self.most = self.running = 0
 
@@ -69,8 +70,8 @@ class Scripted:
         )
         if bad or self.full > 0:
             self.full -= not bad
-            status = b"400 Bad Request" if bad else b"429 Too Many Requests"
-            writer.write(b"HTTP/1.1 %s\r\ncontent-length: 2\r\n\r\n{}" % status)
+            status = b"400 Bad Request" if bad else self.refusal
+            writer.write(b"HTTP/1.1 %s\r\nlocation: /elsewhere\r\ncontent-length: 2\r\n\r\n{}" % status)
             return
         self.asked.append(body)
         self.running += 1
@@ -194,6 +195,26 @@ def test_figures_by_their_definitions() -> None:
     assert found["e2e"]["p50"] == pytest.approx(1000)
     assert report.goodput() == pytest.approx(2 / 4)
     assert [one.error for one in report.undeserved] == ["500: broken"]
+
+
+@pytest.mark.parametrize("status", [b"302 Found", b"307 Temporary Redirect"])
+def test_a_redirection_is_no_answer(server: tuple[Scripted, str], status: bytes) -> None:
+    scripted, url = server
+    scripted.full, scripted.refusal = 3, status
+    report = bench_serve(url, BenchSettings(3))
+    assert [one.status for one in report.undeserved] == [int(status[:3])] * 3
+
+
+def test_proxies_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    assert _proxy("http://one.example:80") is None
+    monkeypatch.setenv("all_proxy", "http://all:1")
+    monkeypatch.setenv("https_proxy", "http://secure:2")
+    monkeypatch.setenv("no_proxy", "localhost,127.0.0.1")
+    found = [_proxy(f"{one}:80") for one in ("http://one.example", "https://one.example", "http://localhost")]
+    assert found == ["http://all:1", "http://secure:2", None]
 
 
 def test_times_between_requests_are_those_of_a_poisson_process() -> None:

@@ -53,6 +53,7 @@ MAX_BYTES = 1 << 30
 # Shorter compilations are not worth a file.
 _MIN_SECONDS = 0.2
 _ENTRY = "-cache"
+_OWN = "-untraced"  # not as JAX names its own: it would look for files of times beside them
 _SESSION = "session-"
 
 
@@ -245,14 +246,21 @@ class CacheSession:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def path(self, key: str) -> Path:
-        """The file of a program."""
+        """The file of a program that JAX keeps."""
         return self.folder / f"{key}{_ENTRY}"
 
+    def own_path(self, key: str) -> Path:
+        """The file of a program that :mod:`capibara.compilation.untraced` keeps."""
+        return self.folder / f"{key}{_OWN}"
+
     def looked_up(self, key: str, found: bool) -> None:
+        """JAX looked for a program: see :meth:`used`."""
+        self.used(self.path(key), found)
+
+    def used(self, path: Path, found: bool) -> None:
         """Somebody looked for a program. Its last use is noted: file systems need not note when a file is read."""
         with contextlib.suppress(OSError):
             if found:
-                path = self.path(key)
                 os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
             else:
                 _shrink(self.folder, self.max_bytes)
@@ -286,9 +294,13 @@ def _end(folder: Path, path: Path) -> None:
         os.close(descriptor)
 
 
+def _programs(folder: Path) -> list[Path]:
+    return [path for ending in (_ENTRY, _OWN) for path in folder.glob(f"*{ending}")]
+
+
 def _remove_broken(folder: Path, *, since: float) -> None:
     """Remove programs written after a time that are not whole."""
-    for path in folder.glob(f"*{_ENTRY}"):
+    for path in _programs(folder):
         with contextlib.suppress(OSError):
             # A second less: file systems round times.
             if path.stat().st_mtime >= since - 1 and not is_whole(path.read_bytes()):
@@ -298,7 +310,7 @@ def _remove_broken(folder: Path, *, since: float) -> None:
 def _shrink(folder: Path, max_bytes: int) -> None:
     """Remove the programs that were used longest ago, until the rest has at most ``max_bytes``."""
     found = []
-    for path in folder.glob(f"*{_ENTRY}"):
+    for path in _programs(folder):
         with contextlib.suppress(OSError):
             status = path.stat()
             found.append((max(status.st_atime_ns, status.st_mtime_ns), status.st_size, path))

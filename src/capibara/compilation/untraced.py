@@ -1,9 +1,9 @@
 """Programs that an earlier process compiled, without tracing them again.
 
 JAX's persistent cache knows a program by what it was lowered to, so each start traces and lowers it before the cache
-can say that it is there: of a model with many layers most of the time of a start. Here a program is known by all that
+can say that it is there: of a model with many layers most of the time of a start. Here a program is known by what
 tracing and compiling depend on: what the caller says of it, its arguments, every source file of this package, the
-versions, settings and flags of JAX and XLA, and the processor.
+versions of JAX, its settings and flags of the process (not those of a thread), measurements, and the processor.
 
 The files are machine code, as those of JAX's cache are, and what ``jax.experimental.serialize_executable`` says about
 it: reading one is running it. So they are in the folder of :mod:`~capibara.compilation.persistent_cache`, which belongs
@@ -27,13 +27,15 @@ import capibara
 from capibara.compilation.cache_entries import compress, decompress
 from capibara.compilation.packing.environment import environment_of
 from capibara.compilation.persistent_cache import CacheSession, shared_session
-from capibara.files import digest_of_files, replace_file
+from capibara.files import digest_of_files, files_below, replace_file
 from capibara.jax_versions import process_settings, watch_program_keys
 from capibara.native import library
 from capibara.ops import tuning_cache
+from capibara.startup import STARTED
 
 __all__ = ["UntracedPrograms"]
 
+_SOURCES = Path(capibara.__file__).parent
 _MOST_BYTES = 256 << 20
 _DIGEST = hashlib.sha256().digest_size
 # Of the process: where programs are kept, and what is said about them.
@@ -58,7 +60,10 @@ class UntracedPrograms:
         session = shared_session()
         if session is None or jax.default_backend() != "cpu" or jax.device_count() != 1:
             return None
-        return None if process_settings() is None else cls(session, facts)
+        try:
+            return None if process_settings() is None or _changed() else cls(session, facts)
+        except OSError:  # of a source or a measurement that cannot be read
+            return None
 
     def get(self, name: str, arguments: tuple[Any, ...], outputs: Any) -> jax.stages.Compiled | None:
         """A program; ``None``: it is not there, or JAX cannot read it.
@@ -70,7 +75,7 @@ class UntracedPrograms:
         from jax.experimental import serialize_executable
 
         key = self._key(name, arguments, outputs)
-        path = self._session.path(key)
+        path = self._session.own_path(key)
         try:
             with open(path, "rb") as file:
                 data = file.read(_MOST_BYTES)
@@ -91,10 +96,11 @@ class UntracedPrograms:
             found = None
         except Exception:  # of what can be wrong with a program nothing is documented; it is made anew
             found = None
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
         else:
             found = made
-        self._session.looked_up(key, found is not None)
+        self._session.used(path, found is not None)
         return found
 
     def make(
@@ -120,13 +126,14 @@ class UntracedPrograms:
         if any(seen.values()):
             # From JAX's cache: what XLA reads on a CPU it cannot write again, for functions are missing then.
             for theirs in seen:
-                self._session.path(theirs).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    self._session.path(theirs).unlink(missing_ok=True)
             compiled, seen = self._compiled(lower())
         if list(seen.values()) == [False]:
             content = compress(self._written(name, arguments, outputs, compiled))
             if len(content) <= _MOST_BYTES:
                 with contextlib.suppress(OSError):  # of a full disk, which is no reason not to go on
-                    replace_file(self._session.path(key), content)
+                    replace_file(self._session.own_path(key), content, clean=True)
         return compiled
 
     @staticmethod
@@ -155,7 +162,7 @@ class UntracedPrograms:
         # Of a function without arguments all that there may be to tell is the shapes that it gives.
         kinds = [f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "shape") else "" for leaf in leaves]
         text = json.dumps([name, str(tree), kinds, self._facts])
-        return f"untraced-{hashlib.sha256(text.encode()).hexdigest()}"
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _surroundings() -> dict[str, Any]:
@@ -166,14 +173,19 @@ def _surroundings() -> dict[str, Any]:
         "code": _code(),
         "native": library.problem() or library.isa(),  # and its functions are there for XLA to find
         "settings": {k: v for k, v in sorted(settings.items()) if not k.startswith(_WITHOUT_EFFECT)},
-        "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith("CAPIBARA_")},
+        "variables": {name: os.environ.get(name, "") for name in ("CAPIBARA_NATIVE", "CAPIBARA_TUNING")},
         "measured": _measured(),
     }
 
 
+def _changed() -> bool:
+    """Whether a source was changed since this process began: what it has imported may be the former one."""
+    return any(os.stat(path).st_mtime > STARTED for path in files_below(_SOURCES))
+
+
 @functools.cache
 def _code() -> str:
-    return digest_of_files(Path(capibara.__file__).parent)
+    return digest_of_files(_SOURCES)
 
 
 def _measured() -> str:

@@ -18,7 +18,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.request import getproxies
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import numpy as np
 
@@ -310,9 +311,18 @@ def bench_serve(
     return asyncio.run(_bench(aiohttp, base, settings, progress))
 
 
+def _proxy(base: str) -> str | None:
+    """The proxy that the environment names for an address."""
+    proxies, parts = getproxies(), urlsplit(base)
+    if not proxies or proxy_bypass(parts.hostname or ""):
+        return None
+    return proxies.get(parts.scheme) or proxies.get("all")
+
+
 async def _require_server(aiohttp: Any, client: Any, base: str) -> None:
     try:
-        async with client.get(f"{base}/health", timeout=aiohttp.ClientTimeout(total=10)) as response:
+        whole = aiohttp.ClientTimeout(total=10)
+        async with client.get(f"{base}/health", timeout=whole, allow_redirects=False) as response:
             await response.read()
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
         raise ConfigError(
@@ -332,7 +342,7 @@ async def _bench(
     path = f"{base}/v1/{'chat/' if settings.chat else ''}completions"
     done = 0
     async with aiohttp.ClientSession(
-        headers=headers, connector=connector, timeout=forever, trust_env=bool(getproxies())
+        headers=headers, connector=connector, timeout=forever, proxy=_proxy(base)
     ) as client:
         await _require_server(aiohttp, client, base)
         begun = time.perf_counter()
@@ -384,7 +394,7 @@ async def _lines(response: Any) -> AsyncIterator[bytes]:
 async def _ask(
     client: Any, path: str, body: dict[str, Any], answer: Answer, begun: float, pieces: int
 ) -> None:
-    async with client.post(path, json=body) as response:
+    async with client.post(path, json=body, allow_redirects=False) as response:
         answer.status = response.status
         if response.status != 200:
             told = b""
