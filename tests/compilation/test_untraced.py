@@ -141,6 +141,23 @@ def test_what_programs_depend_on(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     check(here(a=1).get("f", (X,), OUTPUTS))
 
 
+def test_settings_of_a_thread(folder: Path) -> None:
+    with jax.default_prng_impl("rbg"):
+        here(a=1).make("f", (X,), OUTPUTS, lower)
+        assert here(a=1).get("f", (X,), OUTPUTS) is not None
+    assert here(a=1).get("f", (X,), OUTPUTS) is None
+
+
+def test_flags(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = "--xla_backend_optimization_level=0", "--xla_backend_optimization_level=3"
+    monkeypatch.setenv("XLA_FLAGS", f"{one} {other}")
+    here(a=1).make("f", (X,), OUTPUTS, lower)
+    monkeypatch.setenv("XLA_FLAGS", f"{other} {one}")  # the last one counts
+    assert here(a=1).get("f", (X,), OUTPUTS) is None
+    monkeypatch.setenv("XLA_FLAGS", "/a/file/of/flags")
+    assert UntracedPrograms.here({}) is None
+
+
 @given(st.data())
 @settings(max_examples=25, deadline=None)
 def test_a_damaged_file_is_made_anew(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
@@ -169,7 +186,7 @@ def test_a_damaged_file_is_made_anew(tmp_path_factory: pytest.TempPathFactory, d
 
 
 @pytest.mark.parametrize("content", [b"", b"nothing", compress(b"x" * 100)])
-def test_what_is_no_program_is_removed(folder: Path, content: bytes) -> None:
+def test_what_is_not_a_program_is_removed(folder: Path, content: bytes) -> None:
     here(a=1).make("f", (X,), OUTPUTS, lower)
     (path,) = files(folder)
     path.write_bytes(content)

@@ -27,10 +27,8 @@ from capibara.serve.bench import BenchReport, BenchSettings, bench_serve
 from capibara.serve.http import create_app
 
 pytestmark = pytest.mark.slow
-FULL_S, SECONDS = (
-    2.0,
-    10.0,
-)  # of overload: when the first texts have ended at the latest, and how long it lasts
+# Of overload: when the first texts have ended at the latest, and how long it lasts.
+FULL_S, SECONDS = 2.0, 10.0
 SIZES: Any = {"input_tokens": (2, 60), "output_tokens": (2, 60)}
 
 

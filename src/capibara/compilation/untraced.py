@@ -3,7 +3,7 @@
 JAX's persistent cache knows a program by what it was lowered to, so each start traces and lowers it before the cache
 can say that it is there: of a model with many layers most of the time of a start. Here a program is known by what
 tracing and compiling depend on: what the caller says of it, its arguments, every source file of this package, the
-versions of JAX, its settings and flags of the process (not those of a thread), measurements, and the processor.
+versions of JAX, its settings and flags, measurements, and the processor.
 
 The files are machine code, as those of JAX's cache are, and what ``jax.experimental.serialize_executable`` says about
 it: reading one is running it. So they are in the folder of :mod:`~capibara.compilation.persistent_cache`, which belongs
@@ -28,7 +28,7 @@ from capibara.compilation.cache_entries import compress, decompress
 from capibara.compilation.packing.environment import environment_of
 from capibara.compilation.persistent_cache import CacheSession, shared_session
 from capibara.files import digest_of_files, files_below, replace_file
-from capibara.jax_versions import process_settings, watch_program_keys
+from capibara.jax_versions import process_settings, trace_context, watch_program_keys
 from capibara.native import library
 from capibara.ops import tuning_cache
 from capibara.startup import STARTED
@@ -39,6 +39,7 @@ _SOURCES = Path(capibara.__file__).parent
 _MOST_BYTES = 256 << 20
 _DIGEST = hashlib.sha256().digest_size
 # Of the process: where programs are kept, and what is said about them.
+_VARIABLES = ("CAPIBARA_NATIVE", "CAPIBARA_TUNING", "XLA_FLAGS")
 _WITHOUT_EFFECT = ("jax_compilation_cache", "jax_persistent_cache", "jax_raise_persistent", "jax_log")
 
 
@@ -60,6 +61,8 @@ class UntracedPrograms:
         session = shared_session()
         if session is None or jax.default_backend() != "cpu" or jax.device_count() != 1:
             return None
+        if not all(flag.startswith("--") for flag in os.environ.get("XLA_FLAGS", "").split()):
+            return None  # a file of flags, which may change
         try:
             return None if process_settings() is None or _changed() else cls(session, facts)
         except OSError:  # of a source or a measurement that cannot be read
@@ -161,7 +164,9 @@ class UntracedPrograms:
         leaves, tree = jax.tree.flatten((arguments, outputs))
         # Of a function without arguments all that there may be to tell is the shapes that it gives.
         kinds = [f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "shape") else "" for leaf in leaves]
-        text = json.dumps([name, str(tree), kinds, self._facts])
+        # Of this thread; without what is another object in each process.
+        context = [text for text in map(repr, trace_context()) if " at 0x" not in text]
+        text = json.dumps([name, str(tree), kinds, context, self._facts])
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -173,7 +178,7 @@ def _surroundings() -> dict[str, Any]:
         "code": _code(),
         "native": library.problem() or library.isa(),  # and its functions are there for XLA to find
         "settings": {k: v for k, v in sorted(settings.items()) if not k.startswith(_WITHOUT_EFFECT)},
-        "variables": {name: os.environ.get(name, "") for name in ("CAPIBARA_NATIVE", "CAPIBARA_TUNING")},
+        "variables": {name: os.environ.get(name, "") for name in _VARIABLES},
         "measured": _measured(),
     }
 

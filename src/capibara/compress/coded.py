@@ -1,4 +1,4 @@
-"""What all weights in codes are; without importing them, for those who have none."""
+"""How quantized weights are recognised, without importing what they need."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["CodedWeight", "is_coded"]
 
 
 class CodedWeight:
-    """A weight in codes: :class:`capibara.compress.direct.QuantisedMatrix` or ``QuantisedStack``."""
+    """A quantized weight: :class:`capibara.compress.direct.QuantisedMatrix` or ``QuantisedStack``."""
 
 
 def is_coded(value: object) -> bool:

@@ -279,7 +279,7 @@ class _Tensor:
         """A parameter's numbers in the tensor's order, dimensions taken apart, where the parameter's parts will lie.
 
         Args:
-          room: gives memory for numbers that one device takes as they lie in the file.
+          room: gives memory for elements that one device takes in the order in which the file stores them.
         """
         import jax
 

@@ -47,7 +47,7 @@ class Programs:
         nothing is run.
       writable: only token ids below this are chosen.
       make: makes a program of its name and of what JAX lowered; by default it is compiled.
-      untraced: those of earlier processes, for such a model.
+      untraced: programs of earlier processes, for such a model.
 
     Attributes:
       writable: see above. compilations: how many programs were compiled because a step needed them.
@@ -185,10 +185,6 @@ class Programs:
         Args:
           outputs: a tree as it gives one. how: as for ``jax.jit``.
         """
-        if self._untraced is not None:
-            found = self._untraced.get(name, arguments, outputs)
-            if found is not None:
-                return found
 
         def lower() -> jax.stages.Lowered:
             # A function of its own for each time: JAX would give the program that it has of another.
@@ -202,7 +198,8 @@ class Programs:
         with self._model.backend.scope():
             if self._untraced is None:
                 return self._make(name, lower())
-            return self._untraced.make(name, arguments, outputs, lower)
+            found = self._untraced.get(name, arguments, outputs)
+            return self._untraced.make(name, arguments, outputs, lower) if found is None else found
 
     def _compiled_step(self, shape: StepShape, cache: Any, inputs: Any) -> Any:
         return self._once("step", self._steps, shape, lambda: self._compile_step(shape, cache, inputs))
