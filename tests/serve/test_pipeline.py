@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from small_models import KINDS, SMALL
@@ -13,7 +14,9 @@ from capibara.config import ModularModelConfig
 from capibara.core import ModularCapibaraModel
 from capibara.errors import ConfigError
 from capibara.jax.tpu_v4.inference import TpuInferenceOptimizer, create_inference_pipeline
-from capibara.serve import RequestError, ServeError
+from capibara.serve import RequestError, ServeError, inference_optimizer
+from capibara.serve.engine import engine
+from capibara.serve.engine.programs import Programs
 from capibara.serve.inference_optimizer import _Timer
 
 
@@ -88,6 +91,23 @@ def test_the_largest_steps_below_the_target_are_chosen(
     assert chosen(9.0, batch_size_optimizer=False)[0] == 16
     assert {batch for batch, *_ in asked} == {16}
     assert chosen(9.0, memory_efficient_attention=False) == (4, 64, "float32", True)
+
+
+def test_the_steps_that_are_timed_are_the_engine_s(model: ModularCapibaraModel) -> None:
+    held = []
+
+    def kept(model: Any, params: Any, *args: Any, **options: Any) -> Programs:
+        held.append(params)
+        return Programs(model, params, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (inference_optimizer, engine):
+            patch.setattr(module, "Programs", kept)
+        timed = TpuInferenceOptimizer(1e6, batch_size_optimizer=False, memory_efficient_attention=False)
+        with create_inference_pipeline(model, timed, max_batch_size=1, max_sequence_length=16, warm=False):
+            pass
+    first, second = (jax.tree.structure(params) for params in held)
+    assert first == second != jax.tree.structure(model.params)
 
 
 def test_without_a_cache_the_text_is_the_same(model: ModularCapibaraModel, pipeline: Any) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from capibara.core.paged import StepShape
 from capibara.errors import ConfigError
+from capibara.serve.engine.layers import layers_apart
 from capibara.serve.engine.programs import Programs, pages_in_memory
 
 __all__ = ["InferenceChoice", "Measured", "TpuInferenceOptimizer"]
@@ -170,7 +171,8 @@ class _Timer:
         self._model, self._length, self._page_size = model, length, page_size
         self._table = -(-length // page_size)
         state = model.state
-        params = model.params if params is None else params
+        # As the engine holds them, whose steps these are.
+        params = layers_apart(model, model.params if params is None else params)
         self._programs = Programs(model, params, state, writable=model.config.model.vocab_size)
         self.attends = model.config.model.attends
         self.found: list[Measured] = []
