@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from capibara.ops.attention import paged_native, paged_tpu
+from capibara.ops.attention import paged_gpu, paged_native, paged_specs, paged_tpu
 from capibara.ops.attention.pallas_calls import pad, round_up
 from capibara.ops.attention.problem import HIDDEN, ROW_FLOOR
 from capibara.ops.checks import check_scale, check_sinks, check_softcap
@@ -27,6 +27,7 @@ from capibara.ops.explicit import over_explicit_axes
 from capibara.ops.one_device import alike, on_platform
 from capibara.ops.registry import Implementation, Op, public
 from capibara.ops.rows import write_rows
+from capibara.ops.tuning import Tuned, Tuning
 
 __all__ = ["code_rows", "over_blocks", "paged_attention", "write_pages"]
 
@@ -56,6 +57,7 @@ class PagedProblem:
     coded: bool
     sinks: bool
     implementation: str
+    tuned: Tuned | None = None
 
     @property
     def together(self) -> int:
@@ -337,6 +339,15 @@ def _tpu_kernel(p: PagedProblem, *arrays: jax.Array) -> jax.Array:
     return on_platform("tpu", p.implementation, work, partial(_looped, p), *arrays)
 
 
+def _gpu_kernel(p: PagedProblem, *arrays: jax.Array) -> jax.Array:
+    def work(interpret: bool, *arrays: jax.Array) -> jax.Array:
+        from capibara.ops.attention import paged_gpu_kernel
+
+        return paged_gpu_kernel.output(paged_gpu.plan(p, interpret), *arrays)
+
+    return on_platform("cuda", p.implementation, work, partial(_looped, p), *arrays)
+
+
 def _reading(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """A form that has a gradient: a loop whose length is known at run time only has none, nor does a kernel.
 
@@ -373,6 +384,13 @@ OP = Op(
             "pallas_tpu", {"forward": _reading(_tpu_kernel)}, platforms=("tpu",), check=paged_tpu.check
         ),
         Implementation(
+            "pallas_gpu",
+            {"forward": _reading(_gpu_kernel)},
+            platforms=(),
+            check=paged_gpu.check,
+            tuned_on=("cuda",),
+        ),
+        Implementation(
             "native",
             {"forward": _reading(paged_native.forward)},
             platforms=("cpu",),
@@ -382,6 +400,9 @@ OP = Op(
         Implementation("xla", {"forward": _reading(_looped)}),
         Implementation("reference", {"forward": _reference}),
     ],
+    Tuning(
+        lambda: paged_specs.SPECS, paged_specs.arguments, paged_specs.alike_in_speed, differentiable=False
+    ),
 )
 
 
@@ -425,7 +446,9 @@ def paged_attention(
     table; the gradient gathers all pages. On TPUs a kernel copies each sequence's own pages into on-chip memory while
     it computes on the previous ones; it supports heads of at most 128 elements (a multiple of 8: 64, 80, 96, …; on
     v5p only 128), or with a multiple of 8 key heads (or one in bfloat16) of a multiple of 128, float32 or bfloat16
-    throughout. The kernel was compiled for TPUs and tested in interpret mode, but not measured on a TPU.
+    throughout. The kernel was compiled for TPUs and tested in interpret mode, but not measured on a TPU. On
+    NVIDIA GPUs another reads each sequence's own pages where they lie; it was compiled for an H100 and tested in
+    interpret mode, and ``"auto"`` takes it where ``capibara tune paged_attention`` found it to be faster.
 
     Make pools of heads of 64, 80 or 96 elements 128 wide on TPUs (``jnp.zeros((pages, page_size, kv_heads, 128))``):
     XLA gives narrower ones a layout with the pages innermost, and copies both whole in each call, for the kernel and
@@ -447,8 +470,9 @@ def paged_attention(
       scale: Factor on the scores; ``None`` means ``1 / sqrt(dim)``.
       window: The most positions that a query sees, including its own.
       softcap: Limits scores by ``softcap · tanh(scores / softcap)``.
-      implementation: ``"auto"``, ``"pallas_tpu"`` (interpreted, slowly, on other platforms), ``"native"`` (compiled
-        for CPUs; float32 and bfloat16), ``"xla"`` or ``"reference"`` (all pages gathered at once).
+      implementation: ``"auto"``, ``"pallas_tpu"`` or ``"pallas_gpu"`` (interpreted, slowly, on other platforms),
+        ``"native"`` (compiled for CPUs; float32 and bfloat16), ``"xla"`` or ``"reference"`` (all pages gathered at
+        once).
 
     Returns:
       ``[batch, new, heads, value_dim]`` in the query's dtype; scores and sums are float32 (float64 for float64).
@@ -457,7 +481,7 @@ def paged_attention(
       OpShapeError, OpTypeError, OpValueError: an argument is invalid; the message names it.
     """
     OP.check_name(implementation)
-    problem, arrays = _prepare(
+    problem, arrays = OP.prepare(
         query,
         key_pages,
         value_pages,
