@@ -130,7 +130,7 @@ _SLOW_FILES = re.compile(
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The files that take longest come first, then those with most tests (with ``--no-loadscope-reorder``)."""
     _thin(items)
-    if (share := int(os.environ.get("CAPIBARA_TEST_SAMPLE", "1"))) > 1:
+    if (share := float(os.environ.get("CAPIBARA_TEST_SAMPLE", "1"))) > 1:
         _sample(config, items, share)
     tests = Counter(item.path for item in items)
     items.sort(
@@ -151,14 +151,14 @@ def _thin(items: list[pytest.Item]) -> None:
         cases[test] += 1
 
 
-def _sample(config: pytest.Config, items: list[pytest.Item], share: int) -> None:
+def _sample(config: pytest.Config, items: list[pytest.Item], share: float) -> None:
     """Keep about one of ``share`` tests, the same in each process; of pages, and of slow files, all tests or none."""
     kept: list[pytest.Item] = []
     dropped: list[pytest.Item] = []
     for item in items:
         file = item.nodeid.partition("::")[0]
         whole = file.endswith(".md") or _SLOW_FILES.search(item.path.name) is not None
-        keep = zlib.crc32((file if whole else item.nodeid).encode()) % share == 0
+        keep = zlib.crc32((file if whole else item.nodeid).encode()) < 2**32 / share
         (kept if keep else dropped).append(item)
     config.hook.pytest_deselected(items=dropped)
     items[:] = kept
