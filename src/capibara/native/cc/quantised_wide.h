@@ -13,6 +13,7 @@ constexpr int64_t kMostRows = 8 * kRows;       // of the matrix, of an item
 constexpr int64_t kMostVectors = 512;          // of an item
 constexpr int64_t kMostColumns = 8 * kPanel;   // across: of the matrix, of an item
 constexpr int64_t kMostAcross = 256;           // across: vectors of an item
+constexpr int64_t kLater = 16;                 // across: rows from those that are read to those that are fetched
 
 static_assert(kDeep % Four::kChunk == 0 && kPanel == Four::kChunk, "blocks are whole chunks");
 
@@ -137,6 +138,9 @@ static void wide_across(const CodesProduct& p, int64_t item, float* scratch) {
     for (int64_t r = 0; r < depth; ++r) {
       float* const to = panels + r * kPanel;
       const auto place = [&](int64_t k) { return to + (k - c0) / kPanel * panel_size + (k - c0) % kPanel; };
+      // Pieces of rows lie too far apart for processors to foresee the next ones.
+      const uint8_t* const later = w.codes + (r0 + r + kLater) * w.width;
+      for (int64_t b = C::byte(c0); b < C::byte(c0 + columns); b += 64) __builtin_prefetch(later + b);
       numbers<C>(
           w, table, r0 + r, c0, c0 + columns,
           [&](int64_t k, const Vec* values) {
