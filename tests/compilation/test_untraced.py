@@ -22,7 +22,8 @@ from capibara.compilation import persistent_cache
 from capibara.compilation.cache_entries import compress
 from capibara.compilation.persistent_cache import keep_compiled
 from capibara.compilation.untraced import UntracedPrograms
-from capibara.ops import tuning_cache
+from capibara.ops import tuning_cache, use_tuning
+from capibara.ops.tuning import Tuned, forced, tuning_file
 
 X = np.arange(12, dtype=np.float32).reshape(3, 4)
 OUTPUTS = {"sum": 0, "turned": 0}
@@ -231,15 +232,22 @@ def test_sources_that_changed_meanwhile(folder: Path, monkeypatch: pytest.Monkey
     assert UntracedPrograms.here({}) is None
 
 
-def test_what_cannot_be_read_is_a_miss(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CAPIBARA_TUNING", "1")
-    monkeypatch.setenv("CAPIBARA_TUNING_DIR", str(tmp_path))
-    measured = tuning_cache.cache_folder()
-    assert measured is not None
-    measured.mkdir(parents=True)
-    (measured / "x.json").symlink_to(tmp_path / "nothing")
-    assert UntracedPrograms.here({}) is None
-    (measured / "x.json").unlink()
+def test_measurements_that_operations_are_traced_with(folder: Path, tmp_path: Path) -> None:
+    here(a=1).make("f", (X,), OUTPUTS, lower)
+    with forced("linear_recurrence", Tuned("cpu", "xla")):
+        assert here(a=1).get("f", (X,), OUTPUTS) is None
+    path, device = tuning_file(tmp_path)
+    assert path is not None
+    tuning_cache.write(path, device, {"linear_recurrence|float32|length=64": tuning_cache.Entry("xla")})
+    try:
+        use_tuning(tmp_path)
+        assert here(a=1).get("f", (X,), OUTPUTS) is None
+    finally:
+        use_tuning(None)
+    check(here(a=1).get("f", (X,), OUTPUTS))
+
+
+def test_what_cannot_be_read_is_a_miss(folder: Path) -> None:
     made = here(a=1)
     made.make("f", (X,), OUTPUTS, lower)
     (path,) = files(folder)

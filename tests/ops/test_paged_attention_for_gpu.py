@@ -97,6 +97,14 @@ def test_any_lengths(lengths, new, window, past, seed):
     np.testing.assert_allclose(got[there], want[there], rtol=1e-5, atol=1e-5)
 
 
+def test_lengths_that_no_table_has():
+    case = in_pages([5, 9], kv_heads=1, heads=2, dim=16, value_dim=16, page_size=4)
+    query, key, value, table, _ = arrays(case)
+    given_arrays = query, jnp.nan_to_num(key), jnp.nan_to_num(value), table, jnp.array([2**31 - 1, 2**31 - 2])
+    want = paged_attention(*given_arrays, implementation="reference")
+    np.testing.assert_allclose(KERNEL(*given_arrays), want, rtol=1e-5, atol=1e-5)
+
+
 def test_nan_and_infinity_stay_with_their_sequence_and_head():
     case = in_pages([6, 9], kv_heads=2, heads=4, dim=16, value_dim=16, page_size=4)
     query, key, value, table, lengths = arrays(case)
@@ -143,7 +151,7 @@ def test_what_it_refuses_and_when_it_is_taken():
         with pytest.raises(NoImplementationError, match=why):
             KERNEL(*change, table, lengths)
     codes, scales = key.astype(jnp.int8), jnp.ones(key.shape[:3])
-    with pytest.raises(NoImplementationError, match="not of codes"):
+    with pytest.raises(NoImplementationError, match="quantized pages"):
         KERNEL(query, codes, codes, table, lengths, key_scales=scales, value_scales=scales)
     given_arrays = query, key, value, table, lengths
     # It was never timed on a GPU: only where it was found to be faster.

@@ -152,7 +152,7 @@ def named(text: str) -> dict[str, set[str]]:
 def custom_calls(text: str) -> set[str]:
     """The kernels in a program, StableHLO or compiled: what calls the code of a native or a Pallas kernel.
 
-    XLA writes a kernel of its own for products of groups on TPUs, which is none of them.
+    XLA writes a kernel of its own for products of groups on TPUs, which is not one of them.
     """
     text = re.sub(r"%ragged-dot[^\n]*", "", text)
     targets = re.findall(r"custom_call @([\w.]+)|custom_call_target\s*=\s*\"([\w.]+)\"", text)

@@ -30,7 +30,7 @@ from capibara.compilation.persistent_cache import CacheSession, shared_session
 from capibara.files import digest_of_files, files_below, replace_file
 from capibara.jax_versions import process_settings, trace_context, watch_program_keys
 from capibara.native import library
-from capibara.ops import tuning_cache
+from capibara.ops.tuning import tuning_facts
 from capibara.startup import STARTED
 
 __all__ = ["UntracedPrograms"]
@@ -179,7 +179,7 @@ def _surroundings() -> dict[str, Any]:
         "native": library.problem() or library.isa(),  # and its functions are there for XLA to find
         "settings": {k: v for k, v in sorted(settings.items()) if not k.startswith(_WITHOUT_EFFECT)},
         "variables": {name: os.environ.get(name, "") for name in _VARIABLES},
-        "measured": _measured(),
+        "measured": tuning_facts(),
     }
 
 
@@ -191,8 +191,3 @@ def _changed() -> bool:
 @functools.cache
 def _code() -> str:
     return digest_of_files(_SOURCES)
-
-
-def _measured() -> str:
-    folder = tuning_cache.cache_folder()
-    return digest_of_files(folder, suffixes=(".json",)) if folder is not None and folder.is_dir() else ""

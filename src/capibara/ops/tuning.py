@@ -53,6 +53,7 @@ __all__ = [
     "local_device",
     "lookup",
     "lowering_platform",
+    "tuning_facts",
     "tuning_file",
     "use_tuning",
 ]
@@ -200,6 +201,11 @@ def describe_tuning() -> dict[str, Any]:
         "jax": sorted({each.jax for each in entries.values()}),
         "jax_here": jax.__version__,
     }
+
+
+def tuning_facts() -> str:
+    """All measurements that operations are traced with here, as text that is another one where they are others."""
+    return repr((sorted(_table.all().items()), sorted((_forced.get() or {}).items())))
 
 
 def use_tuning(folder: str | os.PathLike[str] | None = None) -> None:

@@ -447,8 +447,9 @@ def paged_attention(
     it computes on the previous ones; it supports heads of at most 128 elements (a multiple of 8: 64, 80, 96, …; on
     v5p only 128), or with a multiple of 8 key heads (or one in bfloat16) of a multiple of 128, float32 or bfloat16
     throughout. The kernel was compiled for TPUs and tested in interpret mode, but not measured on a TPU. On
-    NVIDIA GPUs another reads each sequence's own pages where they lie; it was compiled for an H100 and tested in
-    interpret mode, and ``"auto"`` takes it where ``capibara tune paged_attention`` found it to be faster.
+    NVIDIA GPUs another kernel reads each sequence's own pages where they lie; it was compiled for an H100 and
+    tested in interpret mode, and ``"auto"`` takes it for sizes for which ``capibara tune paged_attention`` found it to
+    be faster.
 
     Make pools of heads of 64, 80 or 96 elements 128 wide on TPUs (``jnp.zeros((pages, page_size, kv_heads, 128))``):
     XLA gives narrower ones a layout with the pages innermost, and copies both whole in each call, for the kernel and

@@ -22,7 +22,7 @@ class PagedPlan:
     """The static parameters of the kernel.
 
     Attributes:
-      rows: of queries in a block: new positions times the heads of a group. keys: positions in a block.
+      rows: query rows of a block: new positions times the heads of a group. keys: positions of a block.
       parts: programs that share the keys of a sequence.
       group: query heads that share a key head. new: positions of each sequence that are queries.
       window, softcap, scale: as for :func:`capibara.ops.attention.paged_attention`.
@@ -45,7 +45,7 @@ class PagedPlan:
 def check(problem: PagedProblem) -> None:
     """Raise ``NotImplementedError`` with the reason if the kernel does not support a problem."""
     if problem.coded:
-        raise NotImplementedError("takes pages of numbers, not of codes")
+        raise NotImplementedError("does not support quantized pages")
     dtypes = {problem.dtype, *problem.pages_dtypes}
     if len(dtypes) > 1 or problem.dtype not in _DTYPES:
         raise NotImplementedError(

@@ -33,7 +33,8 @@ def _dot(a: jax.Array, b: jax.Array, over: int) -> jax.Array:
 def _kernel(plan: PagedPlan, whole: bool, *refs: Any) -> None:
     table_ref, length_ref, query_ref, key_ref, value_ref, out_ref, *sums = refs
     block, part = pl.program_id(0), pl.program_id(1)
-    length = length_ref[0]
+    # Far beyond any table; positions after it must not become negative.
+    length = jnp.minimum(length_ref[0], (1 << 31) - 1 - plan.new - plan.rows)
     pages, page_size = key_ref.shape[:2]
     end = jnp.minimum(length, table_ref.shape[0] * page_size)
     # Rows are the heads of a group, position by position.
