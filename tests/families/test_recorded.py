@@ -76,10 +76,9 @@ def test_logits_and_a_folder_that_comes_back(name: str, tmp_path: Path, recorded
     source = folder_of(name, tmp_path)
     model = ModularCapibaraModel.from_pretrained(source)
     assert model.num_params == sum(int(np.prod(shape)) for shape in FACTS[name]["shapes"].values())
-    want = recorded[f"{name}: logits"]
-    # A random model may amplify what float32 rounds.
-    tolerance = max(1e-4, 1.5e-5 * np.abs(want).max())
-    np.testing.assert_allclose(model(tokens(rows=1))[0], want, rtol=0, atol=tolerance)
+    # Of the one model float32 loses 6e-5 here and 7e-5 in what was recorded, measured against float64.
+    tolerance = 2e-4 if name == "gemma2, one key head" else 1e-4
+    np.testing.assert_allclose(model(tokens(rows=1))[0], recorded[f"{name}: logits"], rtol=0, atol=tolerance)
 
     model.save_pretrained(tmp_path / "again")
     before, after = (load_file(path / "model.safetensors") for path in (source, tmp_path / "again"))

@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from device_arrays import device_array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
-from paged_oracle import definition, in_pages
+from paged_oracle import arrays, check_nan_and_infinity, definition, in_pages
 from tpu_compiler import ask, needs_libtpu
 from tpu_kinds import few_or_all
 
@@ -52,13 +51,6 @@ def check(case: dict[str, Any], got: jax.Array, tolerance: float = 1e-5, **optio
     for b, (keys, values) in enumerate(case["whole"]):
         want = definition(case["query"][b], keys, values, len(keys), **options)
         np.testing.assert_allclose(np.asarray(got[b], np.float64), want, rtol=tolerance, atol=tolerance)
-
-
-def arrays(
-    case: dict[str, Any], dtype: Any = jnp.float32
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    query, key, value = (device_array(x, dtype) for x in (case["query"], *case["pages"]))
-    return query, key, value, device_array(case["table"]), device_array(case["lengths"])
 
 
 @pytest.mark.thin(9)
@@ -104,17 +96,7 @@ def test_any_lengths(lengths, new, window, seed):
 
 
 def test_nan_and_infinity_stay_with_their_sequence_and_head():
-    case = in_pages([6, 9], kv_heads=2, heads=4, page_size=4)
-    query, key, value, table, lengths = arrays(case)
-    # Of the first sequence and head a value, of the second ones a key.
-    value = value.at[table[0, 0], 1, 0, 0].set(jnp.inf)
-    key = key.at[table[1, 2], 0, 1, 3].set(jnp.nan)
-    got = KERNEL(query, key, value, table, lengths)
-    want = paged_attention(query, key, value, table, lengths, implementation="reference")
-    np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
-    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
-    assert np.isfinite(got[0, :, 2:]).all()
-    assert np.isfinite(got[1, :, :2]).all()
+    check_nan_and_infinity(KERNEL, 128)
 
 
 @pytest.mark.slow

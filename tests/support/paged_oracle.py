@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from device_arrays import device_array
 
-__all__ = ["definition", "in_pages"]
+from capibara.ops.attention import paged_attention
+
+__all__ = ["arrays", "check_nan_and_infinity", "definition", "in_pages"]
 
 
 def definition(
@@ -75,3 +80,26 @@ def in_pages(
         "lengths": np.asarray(lengths, np.int32),
         "whole": whole,
     }
+
+
+def arrays(
+    case: dict[str, Any], dtype: Any = jnp.float32
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Query, pools, table and lengths of :func:`in_pages`."""
+    query, key, value = (device_array(x, dtype) for x in (case["query"], *case["pages"]))
+    return query, key, value, device_array(case["table"]), device_array(case["lengths"])
+
+
+def check_nan_and_infinity(kernel: Callable[..., jax.Array], dim: int) -> None:
+    """They stay with their sequence and head."""
+    case = in_pages([6, 9], kv_heads=2, heads=4, dim=dim, value_dim=dim, page_size=4)
+    query, key, value, table, lengths = arrays(case)
+    # The last value of the first sequence and head, a key of the second ones.
+    value = value.at[table[0, 1], 1, 0, 0].set(jnp.inf)
+    key = key.at[table[1, 2], 0, 1, 3].set(jnp.nan)
+    got = kernel(query, key, value, table, lengths)
+    want = paged_attention(query, key, value, table, lengths, implementation="reference")
+    np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    assert np.isfinite(got[0, :, 2:]).all()
+    assert np.isfinite(got[1, :, :2]).all()

@@ -39,7 +39,7 @@ _SOURCES = Path(capibara.__file__).parent
 _MOST_BYTES = 256 << 20
 _DIGEST = hashlib.sha256().digest_size
 # Of the process: where programs are kept, and what is said about them.
-_VARIABLES = ("CAPIBARA_NATIVE", "CAPIBARA_TUNING", "XLA_FLAGS")
+_VARIABLES = ("CAPIBARA_NATIVE", "XLA_FLAGS")
 _WITHOUT_EFFECT = ("jax_compilation_cache", "jax_persistent_cache", "jax_raise_persistent", "jax_log")
 
 
@@ -65,7 +65,7 @@ class UntracedPrograms:
             return None  # a file of flags, which may change
         try:
             return None if process_settings() is None or _changed() else cls(session, facts)
-        except OSError:  # of a source or a measurement that cannot be read
+        except OSError:  # of a source that cannot be read
             return None
 
     def get(self, name: str, arguments: tuple[Any, ...], outputs: Any) -> jax.stages.Compiled | None:

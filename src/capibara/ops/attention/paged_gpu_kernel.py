@@ -1,10 +1,9 @@
 """The kernel of attention over pages for GPUs, in Pallas for Triton.
 
-The XLA implementation gathers pages of all sequences, as many as the longest one has, and how often its loop runs is
-known on the GPU only: the host waits for that number in each layer. Here a program of the grid reads the pages of one
-sequence and one key head where they lie, and stops where the sequence ends. Where there are too few programs for the
-GPU, each sequence's keys are divided into parts, whose sums are put together afterwards (Dao et al. 2023,
-"Flash-Decoding for long-context inference").
+The XLA implementation gathers as many pages of each sequence as the longest one has, in a loop whose length is computed
+on the GPU. Here a program of the grid reads the pages of one sequence and one key head where they lie, and stops where
+the sequence ends. Where there are too few programs for the GPU, each sequence's keys are divided into parts, whose sums
+are added afterwards (Dao et al. 2023, "Flash-Decoding for long-context inference").
 """
 
 from __future__ import annotations
