@@ -179,6 +179,32 @@ def test_matrices_in_codes(kind: str, sizes: tuple[int, ...]) -> None:
     check_codes(kind, sizes[1], sizes[0], *sizes[2:])
 
 
+@pytest.mark.parametrize("sizes", SIZES)
+def test_matrices_of_bfloat16(sizes: tuple[int, ...]) -> None:
+    rows, *others = sizes
+    attended, x = numbers(1, rows, others[0]), numbers(1, rows, others[0], seed=5)
+    stored = {
+        key: jnp.asarray(one, jnp.bfloat16 if one.ndim == 2 else None)
+        for key, one in weights(*others).items()
+    }
+
+    def widened(attended: Any, x: Any, w: Any) -> Any:
+        # Matrices of several heads are flat only after they were made float32.
+        w = {key: one.reshape(one.shape[0], 1, -1) if one.ndim == 2 else one for key, one in w.items()}
+        w = {key: one.astype(jnp.float32) for key, one in w.items()}
+        w = {key: one.reshape(one.shape[0], -1) if one.ndim == 3 else one for key, one in w.items()}
+        return layer(attended, x, w)
+
+    got = jax.jit(chained(widened))(attended, x, stored)
+    plain = {key: np.asarray(one, np.float64) for key, one in stored.items()}
+    for one, want in zip(got, layer_in_float64(attended, x, plain), strict=True):
+        np.testing.assert_allclose(one, want, rtol=0, atol=3e-6 * np.abs(want).max())
+    assert calls(chained(widened), attended, x, stored) == [("chain", 3)]
+    text = jax.jit(chained(widened)).lower(attended, x, stored).compile().as_text()
+    assert text is not None
+    assert "convert(" not in text  # each is read as it is stored
+
+
 @pytest.mark.parametrize("rows", [1, 8])
 def test_a_layer_with_codes_is_one_call(rows: int) -> None:
     sizes = 256, 520, 96

@@ -17,7 +17,7 @@ from other_process import run_apart
 from capibara.measure import count_flops
 from capibara.native import build
 from capibara.native.library import call
-from capibara.ops.linalg.few_rows import few_rows, product, takes
+from capibara.ops.linalg.few_rows import few_rows, product, takes, thin_product
 
 native = pytest.mark.skipif(
     build.find_compiler() is None, reason="no C++ compiler: there is no native library to test"
@@ -33,13 +33,16 @@ SIZES += [(17, 771, 129), (64, 600, 1100), (192, 40, 33)]
 def check(rows: int, inner: int, columns: int) -> None:
     random = np.random.default_rng(rows)
     x, w = random.normal(size=(rows, inner)), random.normal(size=(inner, columns))
-    for transposed in (False, True):
-        given = np.ascontiguousarray(w.T if transposed else w, np.float32)
-        got = jax.jit(product, static_argnames="transposed")(
-            x.astype(np.float32), given, transposed=transposed
-        )
-        bound = 2e-6 * (np.abs(x) @ np.abs(w)) + 1e-12
-        assert (np.abs(np.asarray(got, np.float64) - x @ w) <= bound).all()
+    run = jax.jit(product, static_argnames="transposed")
+    for dtype in (jnp.float32, jnp.bfloat16):
+        stored = np.asarray(w, dtype)
+        wide = stored.astype(np.float64)
+        for transposed in (False, True):
+            given = np.ascontiguousarray(stored.T if transposed else stored)
+            got = run(x.astype(np.float32), given, transposed=transposed)
+            assert got.dtype == jnp.float32
+            bound = 2e-6 * (np.abs(x) @ np.abs(wide)) + 1e-12
+            assert (np.abs(np.asarray(got, np.float64) - x @ wide) <= bound).all()
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -52,7 +55,8 @@ def check_rows_alone(inner: int, columns: int) -> None:
     random = np.random.default_rng(0)
     x = jnp.asarray(random.normal(size=(16, inner)), jnp.float32)
     w = jnp.asarray(random.normal(size=(inner, columns)), jnp.float32)
-    for transposed, matrix in ((False, w), (True, w.T)):
+    narrow = w.astype(jnp.bfloat16)
+    for transposed, matrix in ((False, w), (True, w.T), (False, narrow), (True, narrow.T)):
         every = np.asarray(product(x, matrix, transposed=transposed))
         for count in (2, 3, 5, 7, 8, 11, 15):
             some = np.asarray(product(x[-count:], matrix, transposed=transposed))
@@ -86,6 +90,31 @@ def test_a_row_of_a_prompt_does_not_depend_on_the_others(rows: int, inner: int, 
 
 
 @native
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 7, 16, 40])
+def test_bfloat16_is_read_as_float32_would_be(rows: int, transposed: bool) -> None:
+    # Bit by bit, with an infinity, a NaN, a subnormal number and zeros of both signs.
+    random = np.random.default_rng(rows)
+    x = jnp.asarray(random.normal(size=(rows, 304)), jnp.float32)
+    w = random.normal(size=(304, 517))
+    w[3, 5], w[7, 100], w[9, 200], w[11], w[12] = np.inf, np.nan, 1e-39, 0.0, -0.0
+    narrow = jnp.asarray(w.T if transposed else w, jnp.bfloat16)
+    got, want = (product(x, w, transposed=transposed) for w in (narrow, narrow.astype(jnp.float32)))
+    np.testing.assert_array_equal(got, want)
+    assert np.isinf(got[:, 5]).all()
+    assert np.isnan(got[:, 100]).all()
+
+
+@native
+def test_matrices_of_both_widths_in_one_call() -> None:
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 64)), jnp.float32)
+    w = jnp.asarray(np.random.default_rng(1).normal(size=(64, 48)), jnp.float32)
+    both = thin_product.bind(x, w, w.astype(jnp.bfloat16), transposed=False)
+    for got, matrix in zip(both, (w, w.astype(jnp.bfloat16)), strict=True):
+        np.testing.assert_array_equal(got, product(x, matrix))
+
+
+@native
 def test_only_where_it_is_asked_for() -> None:
     x, w = jnp.ones((4, 512)), jnp.ones((512, 512))
     assert not takes(x, w, "float32")
@@ -96,7 +125,8 @@ def test_only_where_it_is_asked_for() -> None:
         assert not takes(jnp.ones((193, 512)), w, "float32")
         assert not takes(jnp.ones((17, 512)), w, "float32", transposed=True)
         assert not takes(x, w[:8, :8], "float32")
-        assert not takes(x, w.astype("bfloat16"), "float32")
+        assert takes(x, w.astype("bfloat16"), "float32")
+        assert not takes(x, w.astype("float16"), "float32")
         assert not takes(x.astype("bfloat16"), w.astype("bfloat16"), "bfloat16")
     assert not takes(x, w, "float32")
     assert count_flops(product, x, w).total == 2 * 4 * 512 * 512

@@ -236,3 +236,19 @@ def test_without_products() -> None:
     np.testing.assert_array_equal(got["sum"], [2, 2])
     np.testing.assert_array_equal(got["x"], [1, 1])
     assert float(got["three"]) == 3.0
+
+
+@native
+@pytest.mark.parametrize("rows", [1, 40])
+def test_bfloat16_that_others_read_too_is_made_float32_for_them(rows: int) -> None:
+    x = numbers(rows, 96)
+    matrices = [jnp.asarray(numbers(96, width), jnp.bfloat16) for width in WIDTHS]
+
+    def run(x: Any, matrices: Any) -> Any:
+        wide = [matrix.astype(jnp.float32) for matrix in matrices]
+        return *(product(x, matrix) for matrix in wide), wide[0].max(), wide[1][3]
+
+    found = jax.jit(joined(run))(x, matrices), jax.jit(run)(x, matrices)
+    for got, want in zip(*found, strict=True):
+        assert got.dtype == jnp.float32
+        np.testing.assert_array_equal(got, want)

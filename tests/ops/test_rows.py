@@ -28,17 +28,40 @@ def test_rows_outside_are_not_written(where: list[tuple[int, int]], dtype: str) 
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_donated_array_is_not_copied(count: int) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_a_donated_array_is_not_copied(count: int, dtype: str) -> None:
     def write(array: jax.Array, index: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
         array = write_rows(array, (index,), new)
         return array, array[0].sum()
 
-    size = jax.ShapeDtypeStruct((4096, 8), jnp.float32)
+    size = jax.ShapeDtypeStruct((4096, 8), jnp.dtype(dtype))
     index, new = jax.ShapeDtypeStruct((count,), jnp.int32), jax.ShapeDtypeStruct((count, 8), jnp.float32)
     memory = jax.jit(write, donate_argnums=0).lower(size, index, new).compile().memory_analysis()
     assert memory is not None
-    assert memory.alias_size_in_bytes == 4096 * 8 * 4
+    assert memory.alias_size_in_bytes == 4096 * 8 * size.dtype.itemsize
     assert memory.temp_size_in_bytes < 4096
+
+
+def test_an_array_that_is_needed_stays_as_it_is() -> None:
+    before = jnp.arange(12.0).reshape(4, 3)
+    after = jax.jit(lambda array: (write_rows(array, (jnp.array([1]),), jnp.zeros((1, 3))), array))(before)
+    np.testing.assert_array_equal(after[1], np.arange(12.0).reshape(4, 3))
+    np.testing.assert_array_equal(after[0][1], 0)
+    np.testing.assert_array_equal(before, after[1])
+
+
+def test_derivatives_and_batches() -> None:
+    array, new, where = jnp.arange(12.0).reshape(4, 3), jnp.ones((3, 3)), jnp.array([2, -1, 9])
+
+    write = jax.jit(lambda array, new: write_rows(array, (where,), new))
+    got, change = jax.jvp(write, (array, new), (10 * array, 5 * new))
+    np.testing.assert_array_equal(got, array.at[2].set(1))
+    np.testing.assert_array_equal(change, (10 * array).at[2].set(5))
+    several = jax.vmap(lambda a, i: write_rows(a, (i,), new), (0, 0))(
+        jnp.stack([array, -array]), jnp.array([[0, 1, 2], [3, 9, -1]])
+    )
+    for got, start, places in zip(several, (array, -array), ([0, 1, 2], [3]), strict=True):
+        np.testing.assert_array_equal(got, start.at[jnp.array(places)].set(1))
 
 
 def test_one_index_for_all_rows() -> None:

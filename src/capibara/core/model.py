@@ -89,6 +89,7 @@ class ModularCapibaraModel:
             )
         self.config = config
         self.mesh = _mesh(config) if mesh is None else mesh
+        self._platform = platform
         p = config.precision
         policy = Precision(p.param_dtype, p.compute_dtype, p.accumulate_dtype, p.exchange)
         self.backend = JaxBackend(policy=policy, device_mesh=self.mesh, platform=platform, rules=rules)
@@ -105,6 +106,20 @@ class ModularCapibaraModel:
         if mesh == self.mesh and (rules or AxisRules()) == self.backend.rules:
             return self
         return type(self)(self.config, mesh=mesh, rules=rules)
+
+    def computing_in(self, dtype: str) -> Self:
+        """The same model, with this one's parameters as they are stored, and arithmetic in another dtype.
+
+        Raises:
+            ConfigError: no model computes in it.
+        """
+        if dtype == self.config.precision.compute_dtype:
+            return self
+        config = self.config.with_overrides({"precision.compute_dtype": dtype})
+        other = type(self)(config, mesh=self.mesh, rules=self.backend.rules, platform=self._platform)
+        other.pretrained, other.tokenizer_files = self.pretrained, self.tokenizer_files
+        other._params, other._state = self._params, self._state
+        return other
 
     def _form(self, *, cached: bool = False, head: bool = True, ragged: bool = False) -> CompiledModel:
         """A form of the model (:func:`~capibara.core.decoder.build_decoder`); compiled on first use."""

@@ -14,9 +14,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from capibara.native.library import call, call_one_by_one, isa, problem
+    from capibara.native.library import call, call_in_place, call_one_by_one, isa, problem
 
-__all__ = ["call", "call_one_by_one", "isa", "problem"]
+__all__ = ["call", "call_in_place", "call_one_by_one", "isa", "problem"]
 
 
 def __getattr__(name: str) -> Any:

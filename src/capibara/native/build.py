@@ -47,8 +47,8 @@ _KINDS = (
     "thin",
     "tropical",
 )
-# Of these XLA calls entries that are made of other kinds' kernels.
-_ENTRIES = (*_KINDS, "products", "thin_chain")
+# Of these XLA calls entries that need no kernels of their own.
+_ENTRIES = (*_KINDS, "products", "rows", "thin_chain")
 # Of these neither XLA's headers nor a set of instructions matters.
 _PLAIN = ("isa", "codec_choice", "codec_decode", "codec_encode", "trace")
 # No -ffast-math: infinities and NaN mean something here. Contraction is what lets a*b + c be one instruction.

@@ -15,7 +15,7 @@ import numpy as np
 from capibara.native.build import LIBRARY, source_digest
 from capibara.native.loading import REMEDY, open_library
 
-__all__ = ["TARGETS", "call", "call_one_by_one", "isa", "problem"]
+__all__ = ["TARGETS", "call", "call_in_place", "call_one_by_one", "isa", "problem"]
 
 TARGETS = (
     "capibara_attention_forward",
@@ -40,6 +40,7 @@ TARGETS = (
     "capibara_thin_chain",
     "capibara_thin_product",
     "capibara_turned",
+    "capibara_write_rows",
 )
 
 
@@ -115,18 +116,26 @@ def call_one_by_one(
     return _call("sequential", target, out, arrays, attributes)
 
 
+def call_in_place(target: str, array: Any, *arrays: Any) -> Any:
+    """:func:`call` with one result, which takes the place of the first array where that is not needed any more."""
+    out = [jax.ShapeDtypeStruct(array.shape, array.dtype)]
+    return _call("sequential", target, out, (array, *arrays), {}, {0: 0})[0]
+
+
 def _call(
     vmap_method: str,
     target: str,
     out: Sequence[jax.ShapeDtypeStruct],
     arrays: tuple[Any, ...],
     attributes: dict[str, Attribute],
+    aliases: dict[int, int] | None = None,
 ) -> Any:
     reason = problem()
     if reason is not None:
         raise NotImplementedError(reason)
     typed = {name: _typed(value) for name, value in attributes.items()}
-    return jax.ffi.ffi_call(target, tuple(out), vmap_method=vmap_method)(*arrays, **typed)
+    options: dict[str, Any] = {"vmap_method": vmap_method, "input_output_aliases": aliases}
+    return jax.ffi.ffi_call(target, tuple(out), **options)(*arrays, **typed)
 
 
 def _typed(value: Attribute) -> Any:

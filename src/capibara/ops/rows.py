@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from capibara import native
+from capibara.measure.flops import register_foreign_call
+from capibara.ops.one_device import alike, compile_calls, on_one_device
 
 __all__ = ["write_rows"]
 
@@ -23,12 +29,56 @@ def write_rows(array: jax.Array, where: Sequence[jax.Array], new: jax.Array) -> 
     """
     where = jnp.broadcast_arrays(*(jnp.asarray(index, jnp.int32) for index in where))
     lead = where[0].shape
-    if math.prod(lead) == 1:
+    index = jnp.stack([index.reshape(-1) for index in where], axis=-1)
+    rows = jnp.broadcast_to(new, (*lead, *array.shape[len(where) :])).astype(array.dtype)
+    return _written.bind(array, index, rows.reshape(-1, *array.shape[len(where) :]))
+
+
+_written = Primitive("capibara_write_rows")
+compile_calls(_written)
+
+
+def _by_xla(array: jax.Array, where: jax.Array, rows: jax.Array) -> jax.Array:
+    if where.shape[0] == 1:
         # XLA makes a scatter of one row, which may lie outside, a choice between the whole array before and after,
         # and copies it twice. One of the same row twice it leaves alone.
-        where = [jnp.tile(index.reshape(1), 2) for index in where]
-        new = jnp.broadcast_to(new.reshape(1, *new.shape[len(lead) :]), (2, *new.shape[len(lead) :]))
+        where, rows = jnp.tile(where, (2, 1)), jnp.concatenate([rows, rows])
     # Negative indices would count from the end.
-    sizes = array.shape[: len(where)]
-    outside = [jnp.where(index < 0, size, index) for index, size in zip(where, sizes, strict=True)]
-    return array.at[tuple(outside)].set(new.astype(array.dtype), mode="drop")
+    outside = tuple(jnp.where(where[:, i] < 0, array.shape[i], where[:, i]) for i in range(where.shape[1]))
+    return array.at[outside].set(rows, mode="drop")
+
+
+def _on_cpu(array: jax.Array, where: jax.Array, rows: jax.Array) -> jax.Array:
+    # Of a scatter of 16 bits XLA makes one of float32, and so converts the whole array there and back.
+    def by_kernel(*arrays: jax.Array) -> jax.Array:
+        return alike(native.call_in_place("capibara_write_rows", *arrays), *arrays)
+
+    return (
+        _by_xla(array, where, rows)
+        if native.problem()
+        else on_one_device(by_kernel, _by_xla, array, where, rows)
+    )
+
+
+@_written.def_abstract_eval
+def _shape(array: Any, _where: Any, _rows: Any) -> Any:
+    return array
+
+
+mlir.register_lowering(_written, mlir.lower_fun(_by_xla, multiple_results=False))
+mlir.register_lowering(_written, mlir.lower_fun(_on_cpu, multiple_results=False), platform="cpu")
+
+
+def _tangent(primals: Any, tangents: Any) -> Any:
+    _, where, _ = primals
+    change, _, of_rows = (ad.instantiate_zeros(tangent) for tangent in tangents)
+    return _written.bind(*primals), _by_xla(change, where, of_rows)
+
+
+def _map(arrays: Any, axes: Any) -> Any:
+    return jax.vmap(_by_xla, tuple(axes))(*arrays), 0
+
+
+ad.primitive_jvps[_written] = _tangent
+batching.primitive_batchers[_written] = _map
+register_foreign_call("capibara_write_rows", lambda ins, outs, _: 0)

@@ -18,6 +18,7 @@ import numpy as np
 from capibara.core import ModularCapibaraModel
 from capibara.data import Tokenizer, pack
 from capibara.errors import ConfigError, did_you_mean
+from capibara.serve.engine.layers import as_computed, in_float32
 from capibara.serve.pooling import (
     POOLINGS,
     EmbeddingSettings,
@@ -92,8 +93,9 @@ class Embedder:
         prompt: str | None = None,
     ) -> None:
         settings = model.config.model
-        self.model = model
-        self.params = model.params if params is None else params
+        given = model.params if params is None else params
+        self.model = as_computed(model)
+        self.params = in_float32(self.model, given)
         self.tokenizer = model.tokenizer if tokenizer is None else tokenizer
         self.pooling = pooling or ("mean" if not settings.causal else "last")
         self.normalise, self.lower, self.prompts, self.prompt = normalise, lower, dict(prompts or {}), prompt

@@ -25,6 +25,7 @@ from capibara.compress.jax_codes import quantized
 from capibara.core.encoders import require_decoder
 from capibara.data import ByteTokenizer, Tokenizer, decode_stream
 from capibara.errors import ConfigError
+from capibara.serve.engine.layers import as_computed, layers_apart, of_few_rows
 from capibara.serve.sampling import Sampling, sample
 from capibara.serve.token_ids import checked_ids
 
@@ -70,7 +71,8 @@ class Generator:
             raise ConfigError(
                 f"places={places!r} must be from 1 to model.max_sequence_length={settings.max_sequence_length}."
             )
-        self.model, self.params, self.state = model, params, state
+        self.model = model = as_computed(model)
+        self.params, self.state = layers_apart(model, params), state
         self.sampling = sampling or Sampling()
         if self.sampling.changes_logits:
             raise ConfigError(
@@ -93,7 +95,7 @@ class Generator:
         self.decoded: dict[str, str] = {}
         if any(map(is_coded, jax.tree_util.tree_leaves(params, is_leaf=is_coded))):
             advance = quantized(advance, decoded=self.decoded.__setitem__)
-        self._advance = jax.jit(advance, donate_argnums=3)
+        self._advance = jax.jit(of_few_rows(model, params, advance, tokens=2), donate_argnums=3)
 
         def advance_rows(
             params: Any,
@@ -114,7 +116,7 @@ class Generator:
 
         if any(map(is_coded, jax.tree_util.tree_leaves(params, is_leaf=is_coded))):
             advance_rows = quantized(advance_rows, decoded=self.decoded.__setitem__)
-        self._advance_rows = jax.jit(advance_rows, donate_argnums=4)
+        self._advance_rows = jax.jit(of_few_rows(model, params, advance_rows, tokens=2), donate_argnums=4)
 
     def tokens(
         self,

@@ -16,7 +16,7 @@ import numpy as np
 
 from capibara.core.paged import StepShape
 from capibara.errors import ConfigError
-from capibara.serve.engine.layers import layers_apart
+from capibara.serve.engine.layers import as_computed, layers_apart
 from capibara.serve.engine.programs import Programs, pages_in_memory
 
 __all__ = ["InferenceChoice", "Measured", "TpuInferenceOptimizer"]
@@ -168,11 +168,12 @@ class TpuInferenceOptimizer:
 
 class _Timer:
     def __init__(self, model: Any, params: Any | None, length: int, page_size: int) -> None:
-        self._model, self._length, self._page_size = model, length, page_size
+        self._length, self._page_size = length, page_size
         self._table = -(-length // page_size)
-        state = model.state
-        # As the engine holds them, whose steps these are.
-        params = layers_apart(model, model.params if params is None else params)
+        state, params = model.state, model.params if params is None else params
+        # As the engine computes and holds them, whose steps these are.
+        self._model = model = as_computed(model)
+        params = layers_apart(model, params)
         self._programs = Programs(model, params, state, writable=model.config.model.vocab_size)
         self.attends = model.config.model.attends
         self.found: list[Measured] = []

@@ -17,6 +17,10 @@ from jax.ad_checkpoint import checkpoint_name
 from capibara.compose.backends import jax_ops
 from capibara.compose.backends.jax_repeat import PRODUCT
 
+# Not when it is needed, which is while something is traced: JAX would trace all of it again the next time, as results
+# may depend on a setting that was not there.
+from capibara.ops import layers
+
 __all__ = ["on_cpu"]
 
 Array = jax.Array
@@ -27,8 +31,6 @@ def _product(x: Array, weight: Array, accumulate: str) -> Array:
 
 
 def _products(x: Array, *weights: Array, accumulate: str) -> tuple[Array, ...]:
-    from capibara.ops import layers
-
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     matrices = tuple(w.reshape(w.shape[0], math.prod(w.shape[1:])) for w in weights)
     if not layers.takes_products(flat, matrices, accumulate):
@@ -45,8 +47,6 @@ def _merge(x: Array, weight: Array, accumulate: str) -> Array:
 
 
 def _unembed(x: Array, table: Array, accumulate: str) -> Array:
-    from capibara.ops import layers
-
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     if not layers.takes_products(flat, (table,), accumulate):
         return jax_ops.unembed(x, table, accumulate)
@@ -57,8 +57,6 @@ def _unembed(x: Array, table: Array, accumulate: str) -> Array:
 def _rms_norm(
     x: Array, scale: Array | None = None, *, epsilon: float, accumulate: str, **options: Any
 ) -> Array:
-    from capibara.ops import layers
-
     # Other options than the offset say over which parts of a row the mean is.
     if scale is not None and set(options) <= {"offset"} and layers.takes_rms_norm(x, scale, accumulate):
         return layers.rms_norm(x, scale, epsilon, options.get("offset", 0.0))
@@ -66,23 +64,18 @@ def _rms_norm(
 
 
 def _gated(gate: Array, up: Array) -> Array:
-    from capibara.ops import layers
-
     return layers.gated(gate, up) if layers.takes_gated(gate, up) else jax_ops.gated(gate, up)
 
 
 def _rotary_table(
     positions: Array, dim: int, theta: float, accumulate: str, *options: Any, **named: Any
 ) -> Any:
-    from capibara.ops.layers import training
     from capibara.ops.rotary.table import rotary_table
 
-    return rotary_table(positions, dim, theta, accumulate, *options, **named, once=training())
+    return rotary_table(positions, dim, theta, accumulate, *options, **named, once=layers.training())
 
 
 def _rotate(x: Array, cos: Array, sin: Array, interleaved: bool = False, last: bool = False) -> Array:
-    from capibara.ops import layers
-
     if interleaved or last or not layers.takes_rotate(x, cos, sin):
         return jax_ops.rotate(x, cos, sin, interleaved, last)
     return layers.rotate(x, cos, sin)

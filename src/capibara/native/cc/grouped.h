@@ -3,6 +3,8 @@
 
 #include <stdint.h>
 
+#include "numbers.h"
+
 namespace capibara {
 
 // c[i, j] = sum over k of a[i, k] * b[k, j] for a block of a product; 0 where depth is 0, or nothing is added.
@@ -11,7 +13,7 @@ struct GroupedBlock {
   const float* a;  // [rows, depth], or [depth, rows] if a_by_depth; a_step numbers from a row to the next
   int64_t a_step;
   bool a_by_depth;
-  const float* b;  // [depth, columns], or [columns, depth] if b_by_column
+  Numbers b;  // [depth, columns], or [columns, depth] if b_by_column
   int64_t b_step;
   bool b_by_column;
   float* c;  // [rows, columns]

@@ -49,23 +49,25 @@ static void pack_a(const GroupedBlock& p, int64_t first, int64_t count, int64_t 
   }
 }
 
-// Columns of `b` in panels [depth][kPanel], the last one filled up with zeros.
-static void pack_b(const GroupedBlock& p, int64_t k0, int64_t depth, float* to) {
+// Columns of `b`, whose numbers are T, in panels [depth][kPanel], the last one filled up with zeros.
+template <typename T>
+static void pack_as(const GroupedBlock& p, int64_t k0, int64_t depth, float* to) {
+  const T* const b = static_cast<const T*>(p.b.at);
   if (!p.b_by_column) {
     for (int64_t k = 0; k < depth; ++k) {
-      const float* const from = p.b + (k0 + k) * p.b_step;
+      const T* const from = b + (k0 + k) * p.b_step;
       float* panel = to + k * kPanel;
       int64_t j = 0;
       for (; j + kPanel <= p.columns; j += kPanel, panel += kRightPanel)
         for (int64_t l = 0; l < kPanel; l += kWidth) store(panel + l, load(from + j + l));
       if (j < p.columns)
-        for (int64_t l = 0; l < kPanel; ++l) panel[l] = j + l < p.columns ? from[j + l] : 0;
+        for (int64_t l = 0; l < kPanel; ++l) panel[l] = j + l < p.columns ? number(from[j + l]) : 0;
     }
     return;
   }
   for (int64_t j = 0; j < p.columns; j += kWidth) {
     float* const panel = to + j / kPanel * kRightPanel + j % kPanel;
-    const float* const from = p.b + j * p.b_step + k0;
+    const T* const from = b + j * p.b_step + k0;
     const int64_t there = least(p.columns - j, kWidth);
     int64_t k = 0;
     for (; k + kWidth <= depth; k += kWidth) {
@@ -75,8 +77,12 @@ static void pack_b(const GroupedBlock& p, int64_t k0, int64_t depth, float* to) 
       for (int i = 0; i < kWidth; ++i) store(panel + (k + i) * kPanel, rows[i]);
     }
     for (; k < depth; ++k)
-      for (int64_t l = 0; l < kWidth; ++l) panel[k * kPanel + l] = l < there ? from[l * p.b_step + k] : 0;
+      for (int64_t l = 0; l < kWidth; ++l) panel[k * kPanel + l] = l < there ? number(from[l * p.b_step + k]) : 0;
   }
+}
+
+static void pack_b(const GroupedBlock& p, int64_t k0, int64_t depth, float* to) {
+  p.b.narrow ? pack_as<uint16_t>(p, k0, depth, to) : pack_as<float>(p, k0, depth, to);
 }
 
 // Fetches what will be read soon while something else is computed, a share of it with each register tile: a small block
@@ -94,7 +100,7 @@ class Ahead {
       add(q->b_by_column ? q->b + k0 : q->b + k0 * q->b_step, q->b_by_column ? q->columns : depth,
           q->b_by_column ? depth : q->columns, q->b_step);
   }
-  void add(const float* first, int64_t rows, int64_t columns, int64_t step) {
+  void add(capibara::Numbers first, int64_t rows, int64_t columns, int64_t step) {
     if (count_ == kParts || columns == 0) return;
     parts_[count_++] = {first, rows, columns, step};
     rows_ += rows, numbers_ += rows * columns;
@@ -109,16 +115,17 @@ class Ahead {
         return;
       }
       const Part& from = parts_[part_];
-      const float* const row = from.first + row_++ * from.step;
-      for (int64_t j = 0; j < from.columns; j += kLine) __builtin_prefetch(row + j, 0, 2);
+      const capibara::Numbers row = from.first + row_++ * from.step;
+      const int64_t bytes = from.columns * row.bytes();
+      for (int64_t j = 0; j < bytes; j += kLine) __builtin_prefetch(static_cast<const char*>(row.at) + j, 0, 2);
     }
   }
 
  private:
-  static constexpr int64_t kLine = 16;  // floats
+  static constexpr int64_t kLine = 64;  // bytes
   static constexpr int64_t kParts = 6;
   struct Part {
-    const float* first;
+    capibara::Numbers first;
     int64_t rows, columns, step;
   };
   Part parts_[kParts] = {};
@@ -209,7 +216,9 @@ static void grouped_multiply(const GroupedBlock& p, float* scratch) {
     if (p.a_by_depth && k0 + share < p.depth) deeper.add(p, k0 + share, least(share, p.depth - k0 - share));
     for (const GroupedBlock* q = &p; q != nullptr; q = q->beside) {
       // Whole panels only: columns past the last one are not there to be read.
-      const bool b_lies = !q->b_by_column && q->depth * q->b_step <= kFew && q->columns % kPanel == 0;
+      const bool few = q->depth * q->b_step <= kFew;
+      const bool b_lies = few && !q->b.narrow && !q->b_by_column && q->columns % kPanel == 0;
+      const float* const lying = static_cast<const float*>(q->b.at) + k0 * q->b_step;
       const int64_t panel_step = b_lies ? q->b_step : kPanel;
       const bool add = q->add || k0 > 0;
       if (!b_lies) pack_b(*q, k0, depth, b);
@@ -218,7 +227,7 @@ static void grouped_multiply(const GroupedBlock& p, float* scratch) {
         // All rows at once are copied once for all that is beside.
         if (!a_lies && (q == &p || count < q->rows)) pack_a(p, first, count, k0, depth, a);
         for (int64_t j = 0; j < q->columns; j += kPanel) {
-          const float* const panel = b_lies ? q->b + k0 * q->b_step + j : b + j / kPanel * kRightPanel;
+          const float* const panel = b_lies ? lying + j : b + j / kPanel * kRightPanel;
           for (int64_t i = 0; i < count; i += kRows) {
             ahead.fetch();
             deeper.fetch();

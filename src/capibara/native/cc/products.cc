@@ -6,6 +6,7 @@
 
 #include "grouped.h"
 #include "isa.h"
+#include "numbers_buffers.h"
 #include "pages.h"
 #include "parallel.h"
 #include "several.h"
@@ -120,20 +121,23 @@ ffi::Error run(ffi::ThreadPool& pool, std::vector<Item>& items, bool beside) {
 
 int64_t threads_of(ffi::ThreadPool& pool) { return std::max<int64_t>(pool.num_threads(), 1); }
 
-// x [rows, inner], matrices [inner, columns]; of each x @ matrix.
+// x [rows, inner], matrices [inner, columns], which may be bfloat16; of each x @ matrix.
 ffi::Error forward(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs matrices, ffi::RemainingRets results) {
   Matrix rows;
-  std::vector<Matrix> right, out;
-  if (!read(x, &rows) || !read_all(matrices, 0, matrices.size(), &right) || !read_all(results, &out) ||
-      right.size() != out.size())
+  std::vector<Matrix> out;
+  if (!read(x, &rows) || !read_all(results, &out) || matrices.size() != out.size())
     return refuse("the arrays must be float32 with two axes, and as many results as matrices");
   std::vector<Item> items;
-  for (size_t i = 0; i < right.size(); ++i) {
-    if (right[i].rows != rows.columns || out[i].rows != rows.rows || out[i].columns != right[i].columns)
+  for (size_t i = 0; i < out.size(); ++i) {
+    const auto right = matrices.get<ffi::AnyBuffer>(i);
+    capibara::Numbers numbers;
+    if (!right.has_value() || !capibara::read_numbers(*right, &numbers) || right->dimensions().size() != 2)
+      return refuse("the matrices must be float32 or bfloat16 with two axes");
+    const int64_t columns = right->dimensions()[1];
+    if (right->dimensions()[0] != rows.columns || out[i].rows != rows.rows || out[i].columns != columns)
       return refuse("the arrays' shapes do not fit together");
-    if (out[i].rows == 0 || out[i].columns == 0) continue;
-    cut({{rows.rows, right[i].columns, rows.columns, rows.at, rows.columns, false, right[i].at, right[i].columns, false,
-          out[i].at, out[i].columns}},
+    if (out[i].rows == 0 || columns == 0) continue;
+    cut({{rows.rows, columns, rows.columns, rows.at, rows.columns, false, numbers, columns, false, out[i].at, columns}},
         threads_of(pool), &items);
   }
   return run(pool, items, false);

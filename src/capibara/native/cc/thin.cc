@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "isa.h"
+#include "numbers_buffers.h"
 #include "parallel.h"
 #include "several.h"
 #include "xla/ffi/api/ffi.h"
@@ -20,7 +21,8 @@ ffi::Error refuse(const char* why) {
 
 bool is_matrix(const ffi::AnyBuffer& x) { return x.element_type() == ffi::F32 && x.dimensions().size() == 2; }
 
-// x [rows, inner]; of each matrix w [inner, columns] or, transposed, [columns, inner]; out [rows, columns].
+// x [rows, inner]; of each matrix w [inner, columns] or, transposed, [columns, inner], float32 or bfloat16;
+// out [rows, columns].
 ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs matrices, ffi::RemainingRets results,
                    int64_t transposed) {
   if (!is_matrix(x) || matrices.size() != results.size() || matrices.size() == 0)
@@ -30,9 +32,10 @@ ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs ma
   for (size_t i = 0; i < matrices.size(); ++i) {
     const auto w = matrices.get<ffi::AnyBuffer>(i);
     auto out = results.get<ffi::AnyBuffer>(i);
-    if (!w.has_value() || !out.has_value() || !is_matrix(*w) || !is_matrix(**out))
-      return refuse("the arrays must be float32 with two axes");
     capibara::ThinProduct p{};
+    if (!w.has_value() || !out.has_value() || !capibara::read_numbers(*w, &p.w) || w->dimensions().size() != 2 ||
+        !is_matrix(**out))
+      return refuse("the arrays must be float32, matrices may be bfloat16, with two axes");
     p.rows = x.dimensions()[0], p.inner = x.dimensions()[1], p.columns = (*out)->dimensions()[1];
     p.by_column = transposed != 0;
     if ((*out)->dimensions()[0] != p.rows || w->dimensions()[p.by_column ? 1 : 0] != p.inner ||
@@ -40,7 +43,6 @@ ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs ma
       return refuse("the arrays' shapes do not fit together");
     p.threads = std::max<int64_t>(pool.num_threads(), 1);
     p.x = static_cast<const float*>(x.untyped_data());
-    p.w = static_cast<const float*>(w->untyped_data());
     p.out = static_cast<float*>((*out)->untyped_data());
     products.push_back(p);
   }

@@ -3,6 +3,8 @@
 
 #include <stdint.h>
 
+#include "numbers.h"
+
 namespace capibara {
 
 // out[i, j] = sum over k of x[i, k] * w[k, j].
@@ -10,7 +12,7 @@ struct ThinProduct {
   int64_t rows, inner, columns;
   int64_t threads;   // that share the items
   const float* x;    // [rows, inner]
-  const float* w;    // [inner, columns], or [columns, inner] if by_column
+  Numbers w;         // [inner, columns], or [columns, inner] if by_column
   bool by_column;
   float* out;        // [rows, columns]
   float* room;       // as large as `room` says, begins a line of the cache

@@ -12,6 +12,7 @@
 
 #include "codes_buffers.h"
 #include "isa.h"
+#include "numbers_buffers.h"
 #include "parallel.h"
 #include "quantised.h"
 #include "several.h"
@@ -219,13 +220,14 @@ const char* read_matrix(capibara::CodesProduct& p, const std::vector<ffi::AnyBuf
   return capibara::read_codes(p.w, arrays[codes], arrays[m[0]], arrays[m[1]], arrays[m[2]], m[3], m[4]);
 }
 
-// arrays: float32 [rows, width] or a matrix or [width], or what a matrix in codes is made of; results: float32
-// [rows, width]. `ops` and `matrices` see above; `outputs` says which array each result is.
+// arrays: float32 [rows, width] or a matrix, which may be bfloat16, or [width], or what a matrix in codes is made of;
+// results: float32 [rows, width]. `ops` and `matrices` see above; `outputs` says which array each result is.
 ffi::Error chain(ffi::ThreadPool pool, ffi::RemainingArgs arrays, ffi::RemainingRets results, int64_t rows,
                  ffi::Span<const int64_t> ops, ffi::Span<const int64_t> matrices, ffi::Span<const int64_t> outputs) {
   struct Value {
-    const float* data;
-    int64_t rows, width;  // of a vector: 1 row; of what is not float32: none
+    capibara::Numbers at;
+    int64_t rows, width;  // of a vector: 1 row; of what is no numbers: none
+    const float* floats() const { return static_cast<const float*>(at.at); }
   };
   std::vector<Value> values;
   std::vector<ffi::AnyBuffer> buffers;
@@ -235,10 +237,10 @@ ffi::Error chain(ffi::ThreadPool pool, ffi::RemainingArgs arrays, ffi::Remaining
       return refuse("the arrays must have one or two axes");
     const auto shape = x->dimensions();
     buffers.push_back(*x);
-    if (x->element_type() == ffi::F32)
-      values.push_back({static_cast<const float*>(x->untyped_data()), shape.size() == 1 ? 1 : shape[0], shape.back()});
-    else
-      values.push_back({nullptr, -1, -1});
+    Value value{{}, -1, -1};
+    if (capibara::read_numbers(*x, &value.at))
+      value.rows = shape.size() == 1 ? 1 : shape[0], value.width = shape.back();
+    values.push_back(value);
   }
   const size_t count = ops.size() / kNumbers, given = values.size();
   if (ops.size() % kNumbers != 0 || matrices.size() % kMatrixNumbers != 0 || outputs.size() != results.size() ||
@@ -261,7 +263,9 @@ ffi::Error chain(ffi::ThreadPool pool, ffi::RemainingArgs arrays, ffi::Remaining
     if (op[1] < 0 || op[1] >= known || op[2] < 0 || op[2] >= known) return refuse("an operation has no such array");
     const Value &a = values[op[1]], &b = values[op[2]];
     int64_t width = a.width;
-    if (a.rows < 0 || (op[0] != kCodes && b.rows < 0)) return refuse("rows, and matrices of numbers, must be float32");
+    if (a.rows < 0 || a.at.narrow) return refuse("rows must be float32");
+    if (op[0] != kCodes && (b.rows < 0 || (b.at.narrow && op[0] != kProduct)))
+      return refuse("what is no matrix must be float32, matrices of numbers float32 or bfloat16");
     bool fits = a.rows == rows;
     if (op[0] == kProduct) {
       width = op[3] != 0 ? b.rows : b.width;
@@ -279,7 +283,7 @@ ffi::Error chain(ffi::ThreadPool pool, ffi::RemainingArgs arrays, ffi::Remaining
       fits = fits && (op[0] == kAdd || op[0] == kGate) && b.rows == rows && b.width == a.width;
     }
     if (!fits) return refuse("the arrays' shapes do not fit together");
-    values.push_back({nullptr, rows, width});
+    values.push_back({{}, rows, width});
   }
   capibara::Room room;
   for (size_t i = 0; i < count; ++i)
@@ -296,20 +300,20 @@ ffi::Error chain(ffi::ThreadPool pool, ffi::RemainingArgs arrays, ffi::Remaining
     const int64_t* const op = ops.begin() + i * kNumbers;
     const Value &a = values[op[1]], &b = values[op[2]];
     Value& out = values[given + i];
-    out.data = places[i];
+    out.at = places[i];
     Op& one = every[i];
     one.kind = op[0] == kCodes ? kProduct : static_cast<Kind>(op[0]);
-    one.a = a.data, one.b = b.data, one.out = places[i], one.width = out.width;
+    one.a = a.floats(), one.b = b.floats(), one.out = places[i], one.width = out.width;
     if (op[0] == kNorm) {
       const int32_t bits = static_cast<int32_t>(op[3]);
       __builtin_memcpy(&one.epsilon, &bits, sizeof bits);
     } else if (op[0] == kProduct) {
-      const capibara::ThinProduct p{rows,   a.width,    out.width, threads, a.data,
-                                    b.data, op[3] != 0, places[i], nullptr};
+      const capibara::ThinProduct p{rows, a.width,    out.width, threads, a.floats(),
+                                    b.at, op[3] != 0, places[i], nullptr};
       one.product = product_of(p, *capibara::isa().thin);
     } else if (op[0] == kCodes) {
       capibara::CodesProduct& p = coded[i];
-      p.count = rows, p.threads = threads, p.x = a.data, p.out = places[i];
+      p.count = rows, p.threads = threads, p.x = a.floats(), p.out = places[i];
       one.product = product_of(p, *capibara::isa().quantised);
     }
     all.add(one);

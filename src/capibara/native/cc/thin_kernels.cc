@@ -44,9 +44,15 @@ static int64_t thin_items(const ThinProduct& p) {
 static int64_t thin_room(const ThinProduct& p) { return is_alone(p) ? thin_items(p) * apart(p) : 0; }
 static int64_t thin_block(const ThinProduct& p) { return is_alone(p) ? pieces(p) : 0; }
 
+// The matrix, whose numbers are T.
+template <typename T>
+static inline __attribute__((always_inline)) const T* matrix(const ThinProduct& p) {
+  return static_cast<const T*>(p.w.at);
+}
+
 // C vectors, of D rows of the matrix that are `columns` apart.
-template <int C, int D>
-static inline __attribute__((always_inline)) void add_vectors_alone(const Vec (&factors)[D], const float* w,
+template <int C, int D, typename T>
+static inline __attribute__((always_inline)) void add_vectors_alone(const Vec (&factors)[D], const T* w,
                                                                     int64_t columns, bool begins, float* sums) {
   Vec total[C];
 #pragma GCC unroll 4
@@ -60,32 +66,32 @@ static inline __attribute__((always_inline)) void add_vectors_alone(const Vec (&
 }
 
 // D rows of the matrix from k on; the first ones of an item begin its sums.
-template <int D>
+template <int D, typename T>
 static inline __attribute__((always_inline)) void add_alone(const ThinProduct& p, int64_t k, bool begins, int64_t first,
                                                             int64_t width, float* sums) {
   constexpr int kAbreast = 4;  // vectors: as many sums do not wait for each other
   Vec factors[D];
 #pragma GCC unroll 16
   for (int d = 0; d < D; ++d) factors[d] = splat(p.x[k + d]);
-  const float* const w = p.w + k * p.columns + first;
+  const T* const w = matrix<T>(p) + k * p.columns + first;
   int64_t j = 0;
   for (; j + kAbreast * kWidth <= width; j += kAbreast * kWidth)
     add_vectors_alone<kAbreast, D>(factors, w + j, p.columns, begins, sums + j);
   for (; j + kWidth <= width; j += kWidth) add_vectors_alone<1, D>(factors, w + j, p.columns, begins, sums + j);
   for (; j < width; ++j) {
     float total = begins ? 0 : sums[j];
-    for (int d = 0; d < D; ++d) total += p.x[k + d] * w[d * p.columns + j];
+    for (int d = 0; d < D; ++d) total += p.x[k + d] * number(w[d * p.columns + j]);
     sums[j] = total;
   }
 }
 
-template <int D>
+template <int D, typename T>
 static void multiply_alone(const ThinProduct& p, int64_t item, float* sums) {
   const int64_t first = item / pieces(p) * kWhole, width = least(kWhole, p.columns - first);
   const int64_t begin = item % pieces(p) * piece(p), end = least(begin + piece(p), p.inner);
   int64_t k = begin;
-  for (; k + D <= end; k += D) add_alone<D>(p, k, k == begin, first, width, sums);
-  for (; k < end; ++k) add_alone<1>(p, k, k == begin, first, width, sums);
+  for (; k + D <= end; k += D) add_alone<D, T>(p, k, k == begin, first, width, sums);
+  for (; k < end; ++k) add_alone<1, T>(p, k, k == begin, first, width, sums);
   if (begin >= end)
     for (int64_t j = 0; j < width; ++j) sums[j] = 0;
 }
@@ -122,9 +128,9 @@ static void thin_finish_columns(const ThinProduct& p, int64_t, int64_t first, in
 }
 
 // One row with C columns of the matrix, which lie one after the other.
-template <int C>
+template <int C, typename T>
 static inline void dot_alone(const ThinProduct& p, int64_t j) {
-  const float* const w = p.w + j * p.inner;
+  const T* const w = matrix<T>(p) + j * p.inner;
   Vec total[C] = {};
   int64_t k = 0;
   for (; k + kWidth <= p.inner; k += kWidth) {
@@ -134,7 +140,7 @@ static inline void dot_alone(const ThinProduct& p, int64_t j) {
   }
   for (int c = 0; c < C; ++c) {
     float found = sum(total[c]);
-    for (int64_t l = k; l < p.inner; ++l) found += p.x[l] * w[c * p.inner + l];
+    for (int64_t l = k; l < p.inner; ++l) found += p.x[l] * number(w[c * p.inner + l]);
     p.out[j + c] = found;
   }
 }
@@ -148,13 +154,13 @@ static int64_t step(const ThinProduct& p) { return wide(p) + 16; }
 constexpr int kSums = kWidth >= 16 ? 16 : 8;
 template <int R>
 constexpr int kTaken = kSums / R > 4 ? 4 : kSums / R;
-constexpr int64_t kAhead = 128;  // columns from those that are read to those that are fetched
+constexpr int64_t kAhead = 512;  // bytes from columns that are read to those that are fetched
 
 // C vectors, of D rows of the matrix that are `columns` apart, for R rows of x.
-template <int R, int C, int D>
-static inline __attribute__((always_inline)) void add_vectors(const float (&factors)[D][R], const float* w,
-                                                              const float* ahead, int64_t columns, bool begins,
-                                                              float* sums, int64_t down) {
+template <int R, int C, int D, typename T>
+static inline __attribute__((always_inline)) void add_vectors(const float (&factors)[D][R], const T* w, const T* ahead,
+                                                              int64_t columns, bool begins, float* sums,
+                                                              int64_t down) {
   Vec total[R][C];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
@@ -182,13 +188,13 @@ static inline __attribute__((always_inline)) void add_vectors(const float (&fact
 }
 
 // D rows of the matrix from k on, for R rows of x.
-template <int R, int D>
+template <int R, int D, typename T>
 static void add_rows(const ThinProduct& p, int64_t i, int64_t k, int64_t first, int64_t width, float* sums) {
   float factors[D][R];
   for (int d = 0; d < D; ++d)
     for (int r = 0; r < R; ++r) factors[d][r] = p.x[(i + r) * p.inner + k + d];
-  const float* const w = p.w + k * p.columns + first;
-  const int64_t down = step(p), far = least(kAhead, width);
+  const T* const w = matrix<T>(p) + k * p.columns + first;
+  const int64_t down = step(p), far = least(kAhead / int64_t(sizeof(T)), width);
   sums += i * down;
   // Past the end of these rows the next ones begin.
   const auto ahead = [&](int64_t j) { return j + far < width ? w + j + far : w + D * p.columns + j + far - width; };
@@ -203,24 +209,25 @@ static void add_rows(const ThinProduct& p, int64_t i, int64_t k, int64_t first, 
   // of a row would depend on R.
   float last[D * kWidth] = {};
   for (int d = 0; d < D; ++d)
-    for (int64_t l = j; l < width; ++l) last[d * kWidth + l - j] = w[d * p.columns + l];
-  add_vectors<R, 1, D>(factors, last, ahead(j), kWidth, k == 0, sums + j, down);
+    for (int64_t l = j; l < width; ++l) last[d * kWidth + l - j] = number(w[d * p.columns + l]);
+  const float* const next = reinterpret_cast<const float*>(ahead(j));  // which is fetched only
+  add_vectors<R, 1, D>(factors, last, next, kWidth, k == 0, sums + j, down);
 }
 
-template <int D>
+template <int D, typename T>
 static void add_block(const ThinProduct& p, int64_t k, int64_t first, int64_t width, float* sums) {
   int64_t i = 0;
-  for (; i + kTogether <= p.rows; i += kTogether) add_rows<kTogether, D>(p, i, k, first, width, sums);
-  for (; i + 4 <= p.rows; i += 4) add_rows<4, D>(p, i, k, first, width, sums);
-  for (; i + 2 <= p.rows; i += 2) add_rows<2, D>(p, i, k, first, width, sums);
-  for (; i < p.rows; ++i) add_rows<1, D>(p, i, k, first, width, sums);
+  for (; i + kTogether <= p.rows; i += kTogether) add_rows<kTogether, D, T>(p, i, k, first, width, sums);
+  for (; i + 4 <= p.rows; i += 4) add_rows<4, D, T>(p, i, k, first, width, sums);
+  for (; i + 2 <= p.rows; i += 2) add_rows<2, D, T>(p, i, k, first, width, sums);
+  for (; i < p.rows; ++i) add_rows<1, D, T>(p, i, k, first, width, sums);
 }
 
 // R rows of x with C columns of the matrix, which lie one after the other.
-template <int R, int C>
+template <int R, int C, typename T>
 static void dot_columns(const ThinProduct& p, int64_t i, int64_t j) {
   const float* const x = p.x + i * p.inner;
-  const float* const w = p.w + j * p.inner;
+  const T* const w = matrix<T>(p) + j * p.inner;
   Vec total[R][C] = {};
   int64_t k = 0;
   for (; k + kWidth <= p.inner; k += kWidth) {
@@ -240,70 +247,76 @@ static void dot_columns(const ThinProduct& p, int64_t i, int64_t j) {
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < C; ++c) {
       float found = sum(total[r][c]);
-      for (int64_t l = k; l < p.inner; ++l) found += x[r * p.inner + l] * w[c * p.inner + l];
+      for (int64_t l = k; l < p.inner; ++l) found += x[r * p.inner + l] * number(w[c * p.inner + l]);
       p.out[(i + r) * p.columns + j + c] = found;
     }
 }
 
-template <int C>
+template <int C, typename T>
 static void dot_block(const ThinProduct& p, int64_t j) {
   constexpr int kMany = kWidth >= 16 ? 8 : 4;  // with two columns their sums are held in registers
   int64_t i = 0;
-  for (; i + kMany <= p.rows; i += kMany) dot_columns<kMany, C>(p, i, j);
-  for (; i + 2 <= p.rows; i += 2) dot_columns<2, C>(p, i, j);
-  for (; i < p.rows; ++i) dot_columns<1, C>(p, i, j);
+  for (; i + kMany <= p.rows; i += kMany) dot_columns<kMany, C, T>(p, i, j);
+  for (; i + 2 <= p.rows; i += 2) dot_columns<2, C, T>(p, i, j);
+  for (; i < p.rows; ++i) dot_columns<1, C, T>(p, i, j);
 }
 
 static int64_t thin_scratch(const ThinProduct& p) { return p.by_column || is_alone(p) ? 1 : p.rows * step(p); }
 
-static void thin_multiply(const ThinProduct& p, int64_t item, float* sums) {
+template <typename T>
+static void multiply(const ThinProduct& p, int64_t item, float* sums) {
   if (is_alone(p)) {
     float* const own = p.room + item * apart(p);
-    return p.columns > kLong ? multiply_alone<8>(p, item, own) : multiply_alone<16>(p, item, own);
+    return p.columns > kLong ? multiply_alone<8, T>(p, item, own) : multiply_alone<16, T>(p, item, own);
   }
   const int64_t first = item * wide(p), width = least(wide(p), p.columns - first);
   if (p.by_column) {
     int64_t j = first;
     if (p.rows == 1) {
-      for (; j + 8 <= first + width; j += 8) dot_alone<8>(p, j);
-      for (; j < first + width; ++j) dot_alone<1>(p, j);
+      for (; j + 8 <= first + width; j += 8) dot_alone<8, T>(p, j);
+      for (; j < first + width; ++j) dot_alone<1, T>(p, j);
       return;
     }
-    for (; j + 2 <= first + width; j += 2) dot_block<2>(p, j);
-    for (; j < first + width; ++j) dot_block<1>(p, j);
+    for (; j + 2 <= first + width; j += 2) dot_block<2, T>(p, j);
+    for (; j < first + width; ++j) dot_block<1, T>(p, j);
     return;
   }
   if (p.inner == 0)
     for (int64_t i = 0; i < p.rows * step(p); ++i) sums[i] = 0;
   int64_t k = 0;
-  for (; k + kDeep <= p.inner; k += kDeep) add_block<kDeep>(p, k, first, width, sums);
-  for (; k < p.inner; ++k) add_block<1>(p, k, first, width, sums);
+  for (; k + kDeep <= p.inner; k += kDeep) add_block<kDeep, T>(p, k, first, width, sums);
+  for (; k < p.inner; ++k) add_block<1, T>(p, k, first, width, sums);
   for (int64_t i = 0; i < p.rows; ++i)
     __builtin_memcpy(p.out + i * p.columns + first, sums + i * step(p), width * sizeof(float));
 }
 
+static void thin_multiply(const ThinProduct& p, int64_t item, float* sums) {
+  p.w.narrow ? multiply<uint16_t>(p, item, sums) : multiply<float>(p, item, sums);
+}
+
 static bool thin_fetch(const ThinProduct& p, int64_t item, int64_t part) {
-  const auto bring = [](const float* from, int64_t floats) {
-    for (int64_t j = 0; j < floats; j += 16) __builtin_prefetch(from + j, 0, 2);
+  const auto bring = [&](int64_t first, int64_t count) {
+    const char* const from = static_cast<const char*>((p.w + first).at);
+    for (int64_t j = 0; j < count * p.w.bytes(); j += 64) __builtin_prefetch(from + j, 0, 2);
   };
-  constexpr int64_t floats = kPart / sizeof(float);
+  const int64_t numbers = kPart / p.w.bytes();
   int64_t end;
   if (is_alone(p)) {
-    const int64_t width = least(kWhole, p.columns - item / pieces(p) * kWhole), across = parts(width, floats);
-    const int64_t k = item % pieces(p) * piece(p) + part / across, first = part % across * floats;
+    const int64_t width = least(kWhole, p.columns - item / pieces(p) * kWhole), across = parts(width, numbers);
+    const int64_t k = item % pieces(p) * piece(p) + part / across, first = part % across * numbers;
     if (k >= p.inner) return false;
-    bring(p.w + k * p.columns + item / pieces(p) * kWhole + first, least(floats, width - first));
+    bring(k * p.columns + item / pieces(p) * kWhole + first, least(numbers, width - first));
     end = least(piece(p), p.inner - item % pieces(p) * piece(p)) * across;
   } else {
     const int64_t first = item * wide(p), width = least(wide(p), p.columns - first);
     if (p.by_column) {
-      const int64_t from = part * floats, all = width * p.inner;
-      bring(p.w + first * p.inner + from, least(floats, all - from));
-      end = parts(all, floats);
+      const int64_t from = part * numbers, all = width * p.inner;
+      bring(first * p.inner + from, least(numbers, all - from));
+      end = parts(all, numbers);
     } else {
-      const int64_t rows = floats / width > 0 ? floats / width : 1;
+      const int64_t rows = numbers / width > 0 ? numbers / width : 1;
       for (int64_t k = part * rows; k < least((part + 1) * rows, p.inner); ++k)
-        bring(p.w + k * p.columns + first, width);
+        bring(k * p.columns + first, width);
       end = parts(p.inner, rows);
     }
   }

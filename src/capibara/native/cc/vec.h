@@ -88,8 +88,15 @@ static inline void transpose(Vec rows[kWidth]) {
 typedef uint32_t WordVec __attribute__((vector_size(kWidth * 4)));
 typedef uint16_t HalfVec __attribute__((vector_size(kWidth * 2)));
 typedef uint16_t LooseHalf __attribute__((vector_size(kWidth * 2), aligned(2), may_alias));
-static inline Vec load(const uint16_t* p) {
-  return (Vec)(__builtin_convertvector((HalfVec) * reinterpret_cast<const LooseHalf*>(p), WordVec) << 16);
+static inline __attribute__((always_inline)) Vec load(const uint16_t* p) {
+  WordVec wide;
+#if defined(__AVX2__)
+  // GCC 12 converts each half of the vector by itself.
+  asm("vpmovzxwd %1, %0" : "=v"(wide) : "m"(*reinterpret_cast<const LooseHalf*>(p)));
+#else
+  wide = __builtin_convertvector((HalfVec) * reinterpret_cast<const LooseHalf*>(p), WordVec);
+#endif
+  return (Vec)(wide << 16);
 }
 // Rounded to the nearest, ties to even; a NaN stays one.
 static inline void store(uint16_t* p, Vec x) {

@@ -26,11 +26,12 @@ from capibara.measure.flops import register_foreign_call
 from capibara.ops.linalg.joined import joinable
 from capibara.ops.one_device import compile_calls, native_call, on_one_device
 
-__all__ = ["MOST_ROWS", "few_rows", "product", "takes", "thin_product"]
+__all__ = ["LEAST_MATRIX", "MOST_ROWS", "few_rows", "product", "takes", "thin_product"]
 
 MOST_ROWS = 16
+LEAST_MATRIX = 1 << 16
+"""Numbers of a matrix; what the caches hold XLA multiplies as fast."""
 _MOST_PROMPT = 192  # with more rows, XLA's products are as fast
-_LEAST_MATRIX = 1 << 16  # numbers; what the caches hold XLA multiplies as fast
 _wanted = contextvars.ContextVar("few_rows", default=False)
 thin_product = Primitive("capibara_thin_product")
 thin_product.multiple_results = True
@@ -60,8 +61,9 @@ def takes(x: jax.Array, weight: jax.Array, accumulate: str, *, transposed: bool 
     return (
         _wanted.get()
         and 1 <= x.shape[0] <= (MOST_ROWS if transposed else _MOST_PROMPT)
-        and math.prod(weight.shape) >= _LEAST_MATRIX
-        and x.dtype == weight.dtype == jnp.dtype(accumulate) == jnp.float32
+        and math.prod(weight.shape) >= LEAST_MATRIX
+        and x.dtype == jnp.dtype(accumulate) == jnp.float32
+        and weight.dtype in (jnp.float32, jnp.bfloat16)
         and native.problem() is None
     )
 
@@ -70,7 +72,8 @@ def product(x: jax.Array, weight: jax.Array, *, transposed: bool = False) -> jax
     """``x @ weight``, or ``x @ weight.T``.
 
     Args:
-      x: float32 ``[rows, inner]``. weight: float32 ``[inner, columns]``; transposed ``[columns, inner]``.
+      x: float32 ``[rows, inner]``.
+      weight: float32 or bfloat16 ``[inner, columns]``; transposed ``[columns, inner]``.
 
     Returns:
       float32 ``[rows, columns]``. A row's numbers do not depend on the other rows, nor on how many there are between 2
@@ -81,7 +84,7 @@ def product(x: jax.Array, weight: jax.Array, *, transposed: bool = False) -> jax
 
 def _by_xla(x: jax.Array, *weights: jax.Array, transposed: bool) -> list[jax.Array]:
     sums = (((1,), (1 if transposed else 0,)), ((), ()))
-    return [lax.dot_general(x, weight, sums) for weight in weights]
+    return [lax.dot_general(x, weight.astype(x.dtype), sums) for weight in weights]
 
 
 def _on_cpu(x: jax.Array, *weights: jax.Array, transposed: bool) -> list[jax.Array]:
@@ -115,7 +118,7 @@ def _map(arrays: Any, axes: Any, *, transposed: bool) -> Any:
 batching.primitive_batchers[thin_product] = _map
 
 
-@joinable(thin_product)
+@joinable(thin_product, narrow=True)
 def _together(x: Any, others: list[list[Any]], params: list[dict[str, Any]]) -> list[list[Any]] | None:
     if any(one != params[0] for one in params):
         return None

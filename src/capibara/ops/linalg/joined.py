@@ -5,7 +5,8 @@ take a tenth of a millisecond, that is felt; so those of the same rows, as of qu
 The matrices stay where they are.
 
 The function is traced, and its equations are evaluated again, products of the same rows at the place of the first one
-of them. Primitives say how they are computed together (:func:`joinable`).
+of them. Primitives say how they are computed together (:func:`joinable`). A matrix of bfloat16 that was made float32
+for a product is read as it is stored, where the product can.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Literal, Primitive
 
 __all__ = ["Flat", "Step", "Value", "joinable", "joined", "named"]
@@ -28,17 +30,23 @@ _VIEWS = ("reshape", "squeeze", "convert_element_type")
 # returns are the results of each; None: they cannot be computed together.
 _Together = Callable[[Any, list[list[Any]], list[dict[str, Any]]], list[list[Any]] | None]
 _joinable: dict[Primitive, _Together] = {}
+_narrow: set[Primitive] = set()
 
 
-def joinable(primitive: Primitive) -> Callable[[_Together], _Together]:
+def joinable(primitive: Primitive, *, narrow: bool = False) -> Callable[[_Together], _Together]:
     """Say how equations of a primitive with the same first operand are computed together.
 
     The decorated function gets that operand, the other operands of each equation, and the parameters of each. It
     returns the results of each, or ``None`` where they have to be computed one by one.
+
+    Args:
+      narrow: the other operands may be bfloat16, and mean what they would as float32.
     """
 
     def register(together: _Together) -> _Together:
         _joinable[primitive] = together
+        if narrow:
+            _narrow.add(primitive)
         return together
 
     return register
@@ -79,6 +87,7 @@ class Value:
     step: Step | None = None
     of_product: bool = False  # whether it depends on a product that may be joined
     aval: Any = None
+    stored: Value | None = None  # the same numbers in bfloat16, of which these were made
 
 
 @dataclass(eq=False)
@@ -114,6 +123,8 @@ class Flat:
 
         for eqn in jaxpr.eqns:
             ins = [read(v) for v in eqn.invars]
+            if eqn.primitive in _narrow:
+                ins[1:] = [value.stored or value for value in ins[1:]]
             inner = eqn.params.get("jaxpr") if eqn.primitive.name in _CALLS else None
             scope = _within(outer, str(eqn.source_info.name_stack))
             if inner is not None and _has_products(inner.jaxpr):
@@ -121,14 +132,24 @@ class Flat:
                 scope = scope if name is None else _within(scope, f"jit({name})")
                 outs = self.add(inner.jaxpr, inner.consts, ins, scope)
             elif eqn.primitive.name in _VIEWS:
-                same = eqn.primitive, tuple(eqn.params.items()), tuple(map(id, ins))
-                if same not in self._views:
-                    self._views[same] = self._add_step(eqn, ins, scope)
-                outs = self._views[same]
+                outs = self._add_view(eqn, ins, scope)
             else:
                 outs = self._add_step(eqn, ins, scope)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
+
+    def _add_view(self, eqn: Any, ins: list[Value], scope: str) -> list[Value]:
+        same = eqn.primitive, tuple(eqn.params.items()), tuple(map(id, ins))
+        if same not in self._views:
+            (value,), (out,) = ins, self._add_step(eqn, ins, scope)
+            if eqn.primitive.name != "convert_element_type":
+                if value.stored is not None:
+                    (out.stored,) = self._add_view(eqn, [value.stored], scope)
+                    out.stored.aval = out.aval.update(dtype=value.stored.aval.dtype)
+            elif (value.aval.dtype, out.aval.dtype) == (jnp.bfloat16, jnp.float32):
+                out.stored = value
+            self._views[same] = [out]
+        return self._views[same]
 
     def _add_step(self, eqn: Any, ins: list[Value], scope: str) -> list[Value]:
         step = Step(eqn, ins, scope)

@@ -25,7 +25,7 @@ from capibara.compilation.packing.writing import pack_lowered
 from capibara.errors import ConfigError
 from capibara.files import read_bounded, replace_file
 from capibara.serve.engine.arrays import bytes_of_one_device
-from capibara.serve.engine.layers import layers_apart
+from capibara.serve.engine.layers import as_computed, layers_apart
 from capibara.serve.engine.programs import Programs, pages_in_memory
 from capibara.serve.engine.steps import EngineSizes
 
@@ -215,6 +215,7 @@ def write_bundle(
             raise
         written[name] = file, packed.sha256
 
+    model = as_computed(model)
     programs = Programs(model, layers_apart(model, params), state, writable=writable, make=make)
     first, rest = programs.to_compile(sizes.every, programs.describe_cache(sizes), sizes.inputs)
     every = [lambda: programs.empty_cache(sizes), *first, *rest]

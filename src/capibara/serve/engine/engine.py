@@ -33,7 +33,7 @@ from capibara.serve.engine.adapters import AdapterRoom, Adapters
 from capibara.serve.engine.bundle import ProgramBundle
 from capibara.serve.engine.choosing import Asked, Choice, choose_tokens, start_choice
 from capibara.serve.engine.early import EarlyPrograms
-from capibara.serve.engine.layers import layers_apart
+from capibara.serve.engine.layers import as_computed, layers_apart
 from capibara.serve.engine.limits import check_request, is_integer
 from capibara.serve.engine.pages import PagePool
 from capibara.serve.engine.programs import Programs, pages_in_memory
@@ -136,9 +136,10 @@ class Engine:
         if bundle is not None:
             bundle.check(model, sizes, adapters=adapters is not None)
             sizes, pages, warm = bundle.sizes, bundle.sizes.pages - 1, True
-            max_batch, page_size, cache_dtype = sizes.max_batch, sizes.page_size, sizes.cache_dtype
+            max_batch, page_size = sizes.max_batch, sizes.page_size
             if speculation is not None and speculation.draft is not None:
                 raise ConfigError("bundle: has no programs of a draft model. Leave speculation.draft out.")
+        cache_dtype = sizes.cache_dtype
         for key, value, most in (
             ("pages", sizes.pages if pages is None else pages, 1 << 31),
             ("max_waiting", max_waiting, 1 << 30),
@@ -159,13 +160,15 @@ class Engine:
         )
         settings = model.config.model
         params = model.params if params is None else params
+        state = model.state if state is None else state
+        model = as_computed(model)
         weights = params
         self._adapters = None if adapters is None else Adapters(model, params, adapters)
         if self._adapters is not None:
             model, params = self._adapters.model, self._adapters.params
         self._model = model
         self._params = params if self._adapters is not None else layers_apart(model, params)
-        self._state = model.state if state is None else state
+        self._state = state
         self._max_length, self._max_batch = sizes.max_length, max_batch
         self._vocabulary = settings.vocab_size
         self._writable = min(self._vocabulary, self._tokenizer.vocab_size)

@@ -22,7 +22,7 @@ from capibara.core.encoders import require_decoder
 from capibara.core.paged import StepShape
 from capibara.errors import ConfigError
 from capibara.serve.engine.choosing import Asked, choose_tokens
-from capibara.serve.engine.layers import layers_apart
+from capibara.serve.engine.layers import as_computed, layers_apart
 from capibara.serve.engine.programs import Programs
 from capibara.serve.engine.sequences import Sequence
 
@@ -125,8 +125,9 @@ class DraftModel:
         model = settings.draft
         assert model is not None
         self.weights = model.params if settings.params is None else settings.params
-        params = layers_apart(model, self.weights)
         state = model.state if settings.state is None else settings.state
+        model = as_computed(model)
+        params = layers_apart(model, self.weights)
         self.programs = Programs(model, params, state, writable=writable)
         self._vocabulary = model.config.model.vocab_size
         with model.backend.scope():

@@ -15,6 +15,7 @@ import numpy as np
 from capibara.core.encoders import require_decoder
 from capibara.core.paged import StepShape
 from capibara.errors import ConfigError
+from capibara.serve.engine.layers import cache_dtype_of
 from capibara.serve.engine.sequences import Sequence
 from capibara.serve.engine.several import MOST_ENDS, TokenLoop, Written
 from capibara.serve.row_sampling import rows_of
@@ -132,7 +133,7 @@ class EngineSizes:
             1 + max_batch * -(-length // page_size),
             prefill_tokens,
             prefill_chunks,
-            _name(cache_dtype),
+            cache_dtype_of(model) if cache_dtype is None else _name(cache_dtype),
             guesses,
             "ssm" in settings.block_kinds,
         )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from capibara.compose.backends.jax_ops.language import ragged_cached_conv, ragged_continued_scan
 from capibara.compose.backends.jax_ops.latent import attended_pages
 from capibara.compose.backends.jax_stacked import Row
+from capibara.ops.registry import only_platform
 from capibara.ops.rows import write_rows
 
 __all__ = [
@@ -101,6 +102,17 @@ class _Pool:
             return flat
         return Row(flat.reshape(self._given.stack.shape), self._given.index)
 
+    def write(self, pages: Array, within: Array, rows: Array) -> Array:
+        """:attr:`flat` with rows ``[tokens, heads, …]`` at such :meth:`places`, filled up with zeros if pages are
+        wider."""
+        missing = self.flat.shape[-1] - rows.shape[-1] if rows.ndim == 3 else 0
+        new = jnp.pad(rows, ((0, 0), (0, 0), (0, missing))) if missing else rows
+        if only_platform() != "cpu" or self.index or not isinstance(self._given, Row):
+            return write_rows(self.flat, (*self.index, pages[:, 0], within), new)
+        # The array as it is given: XLA:CPU copies one of another shape for a kernel that writes into it.
+        own = pages[:, 0] - self._first
+        return write_rows(self._given.stack, (self._given.index, own, within), new).reshape(self.flat.shape)
+
     def places(
         self, table: Array, starts: Array, counts: Array, rows: int, chunks: int, chunk: int
     ) -> tuple[Array, Array]:
@@ -141,10 +153,8 @@ def paged_codes_attention(
     starts, counts = jnp.asarray(starts, jnp.int32), jnp.asarray(counts, jnp.int32)
     pages, within = pools[0].places(page_table, starts, counts, *shape)
     (key_codes, of_keys), (value_codes, of_values) = code_rows(key[0]), code_rows(value[0])
-    rows_of = [_padded(key_codes, pools[0]), _padded(value_codes, pools[1]), of_keys, of_values]
-    new = [
-        write_rows(pool.flat, (pages[:, 0], within), row) for pool, row in zip(pools, rows_of, strict=True)
-    ]
+    rows_of = key_codes, value_codes, of_keys, of_values
+    new = [pool.write(pages, within, row) for pool, row in zip(pools, rows_of, strict=True)]
     held, scales = new[:2], new[2:]
     table = pools[0].readable(page_table)
 
@@ -155,11 +165,6 @@ def paged_codes_attention(
     options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
     out = _attended(query, table, starts, counts, shape, options, of)
     return out, *(pool.back(flat) for pool, flat in zip(pools, new, strict=True))
-
-
-def _padded(rows: Array, pool: _Pool) -> Array:
-    missing = pool.flat.shape[-1] - rows.shape[-1]
-    return jnp.pad(rows, ((0, 0), (0, 0), (0, missing))) if missing else rows
 
 
 def _attended(
@@ -207,13 +212,12 @@ def paged_attention(
     scale: float | None = None,
 ) -> tuple[Array, Any, Any]:
     from capibara.ops.attention import paged_attention as attend
-    from capibara.ops.attention import write_pages
 
     shape = rows, chunks, chunk
     keys, values = _Pool(key_pages), _Pool(value_pages)
     starts, counts = jnp.asarray(starts, jnp.int32), jnp.asarray(counts, jnp.int32)
     pages, within = keys.places(page_table, starts, counts, *shape)
-    new = write_pages(keys.flat, values.flat, pages, within, key[0][:, None], value[0][:, None])
+    new = keys.write(pages, within, key[0]), values.write(pages, within, value[0])
     table = keys.readable(page_table)
 
     def of(x: Array, of_table: Array, lengths: Array, options: dict[str, Any]) -> Array:
@@ -257,7 +261,7 @@ def paged_latent_attention(
     starts, counts = jnp.asarray(starts, jnp.int32), jnp.asarray(counts, jnp.int32)
     own = jnp.concatenate([latent[0], rotary_key[0, :, 0]], axis=-1)[:, None]  # one head for all
     page, within = pool.places(page_table, starts, counts, *shape)
-    new = write_rows(pool.flat, (*pool.index, page[:, 0], within), own)
+    new = pool.write(page, within, own)
     table = pool.readable(page_table)
 
     def of(x: Array, of_table: Array, lengths: Array, options: dict[str, Any]) -> Array:
