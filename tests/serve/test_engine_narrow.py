@@ -88,9 +88,10 @@ def test_matrices_and_pages_keep_their_16_bits() -> None:
     up = model.params["blocks"]["mlp"]["up"]["weight"]
     with Engine(model, warm=False, **SIZES) as engine:
         got = written(engine)
-        layer = engine._params["blocks"]["mlp"]["up"]["weight"].arrays[1]
+        held: Any = engine._params
+        layer = held["blocks"]["mlp"]["up"]["weight"].arrays[1]
         assert layer.unsafe_buffer_pointer() == up.unsafe_buffer_pointer() + up[0].nbytes  # nothing is copied
-        assert engine._params["blocks"]["mlp_norm"]["scale"].dtype == jnp.float32
+        assert held["blocks"]["mlp_norm"]["scale"].dtype == jnp.float32
         assert {leaf.dtype for leaf in jax.tree.leaves(engine._cache)} == {jnp.dtype("bfloat16")}
         program = next(p for shape, p in engine._programs._steps.items() if not shape.chunks)
         # No step makes float32 of a matrix, or of the pages.

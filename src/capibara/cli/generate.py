@@ -95,6 +95,13 @@ def _settings(args: argparse.Namespace) -> tuple[Any, Any]:
 
 def run(args: argparse.Namespace) -> int:
     """Generate; return 0."""
+    from capibara.compilation.persistent_cache import keep_compiled
+
+    with keep_compiled(lambda why: print(why, file=sys.stderr)):
+        return _generate(args)
+
+
+def _generate(args: argparse.Namespace) -> int:
     from capibara.core.encoders import require_decoder
     from capibara.errors import ConfigError
     from capibara.serve.sampling import Sampling

@@ -111,7 +111,8 @@ class _Pool:
             return write_rows(self.flat, (*self.index, pages[:, 0], within), new)
         # The array as it is given: XLA:CPU copies one of another shape for a kernel that writes into it.
         own = pages[:, 0] - self._first
-        return write_rows(self._given.stack, (self._given.index, own, within), new).reshape(self.flat.shape)
+        where = jnp.asarray(self._given.index, jnp.int32), own, within
+        return write_rows(self._given.stack, where, new).reshape(self.flat.shape)
 
     def places(
         self, table: Array, starts: Array, counts: Array, rows: int, chunks: int, chunk: int
