@@ -14,7 +14,7 @@ from capibara import native
 from capibara.measure.flops import register_foreign_call
 from capibara.ops.one_device import alike, compile_calls, on_one_device
 
-__all__ = ["write_rows"]
+__all__ = ["takes_kernel", "write_rows"]
 
 
 def write_rows(array: jax.Array, where: Sequence[jax.Array], new: jax.Array) -> jax.Array:
@@ -34,6 +34,15 @@ def write_rows(array: jax.Array, where: Sequence[jax.Array], new: jax.Array) -> 
     return _written.bind(array, index, rows.reshape(-1, *array.shape[len(where) :]))
 
 
+def takes_kernel(array: Any) -> bool:
+    """Whether rows of an array are written by a kernel on CPUs.
+
+    Of a scatter of floats of 16 bits XLA makes one of float32, and so converts the whole array there and back. But it
+    copies an array of another shape than the one that is given for a kernel that writes into it.
+    """
+    return array.dtype.itemsize == 2 and jnp.issubdtype(array.dtype, jnp.floating)
+
+
 _written = Primitive("capibara_write_rows")
 compile_calls(_written)
 
@@ -49,15 +58,12 @@ def _by_xla(array: jax.Array, where: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _on_cpu(array: jax.Array, where: jax.Array, rows: jax.Array) -> jax.Array:
-    # Of a scatter of 16 bits XLA makes one of float32, and so converts the whole array there and back.
     def by_kernel(*arrays: jax.Array) -> jax.Array:
         return alike(native.call_in_place("capibara_write_rows", *arrays), *arrays)
 
-    return (
-        _by_xla(array, where, rows)
-        if native.problem()
-        else on_one_device(by_kernel, _by_xla, array, where, rows)
-    )
+    if not takes_kernel(array) or native.problem() is not None:
+        return _by_xla(array, where, rows)
+    return on_one_device(by_kernel, _by_xla, array, where, rows)
 
 
 @_written.def_abstract_eval

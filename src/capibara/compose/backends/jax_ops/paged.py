@@ -12,7 +12,7 @@ from capibara.compose.backends.jax_ops.language import ragged_cached_conv, ragge
 from capibara.compose.backends.jax_ops.latent import attended_pages
 from capibara.compose.backends.jax_stacked import Row
 from capibara.ops.registry import only_platform
-from capibara.ops.rows import write_rows
+from capibara.ops.rows import takes_kernel, write_rows
 
 __all__ = [
     "paged_attention",
@@ -107,9 +107,9 @@ class _Pool:
         wider."""
         missing = self.flat.shape[-1] - rows.shape[-1] if rows.ndim == 3 else 0
         new = jnp.pad(rows, ((0, 0), (0, 0), (0, missing))) if missing else rows
-        if only_platform() != "cpu" or self.index or not isinstance(self._given, Row):
+        as_given = only_platform() == "cpu" and takes_kernel(self.flat)
+        if not as_given or self.index or not isinstance(self._given, Row):
             return write_rows(self.flat, (*self.index, pages[:, 0], within), new)
-        # The array as it is given: XLA:CPU copies one of another shape for a kernel that writes into it.
         own = pages[:, 0] - self._first
         where = jnp.asarray(self._given.index, jnp.int32), own, within
         return write_rows(self._given.stack, where, new).reshape(self.flat.shape)
