@@ -53,9 +53,14 @@ def test_an_array_that_is_needed_stays_as_it_is() -> None:
 def test_derivatives_and_batches() -> None:
     array, new, where = jnp.arange(12.0).reshape(4, 3), jnp.ones((3, 3)), jnp.array([2, -1, 9])
 
-    write = jax.jit(lambda array, new: write_rows(array, (where,), new))
-    got, change = jax.jvp(write, (array, new), (10 * array, 5 * new))
-    np.testing.assert_array_equal(got, array.at[2].set(1))
+    @jax.jit
+    def loss(array: jax.Array, new: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.arange(12.0).reshape(4, 3) * write_rows(array, (where,), new))
+
+    of_array, of_new = jax.grad(loss, (0, 1))(array, new)
+    np.testing.assert_array_equal(of_array, [[0, 1, 2], [3, 4, 5], [0, 0, 0], [9, 10, 11]])
+    np.testing.assert_array_equal(of_new, [[6, 7, 8], [0, 0, 0], [0, 0, 0]])
+    _, change = jax.jvp(lambda *x: write_rows(x[0], (where,), x[1]), (array, new), (10 * array, 5 * new))
     np.testing.assert_array_equal(change, (10 * array).at[2].set(5))
     several = jax.vmap(lambda a, i: write_rows(a, (i,), new), (0, 0))(
         jnp.stack([array, -array]), jnp.array([[0, 1, 2], [3, 9, -1]])
@@ -67,3 +72,11 @@ def test_derivatives_and_batches() -> None:
 def test_one_index_for_all_rows() -> None:
     got = write_rows(jnp.zeros((2, 3)), (jnp.int32(1), jnp.array([2, 0, 5])), jnp.array([7.0, 8.0, 9.0]))
     np.testing.assert_array_equal(got, [[0, 0, 0], [8, 0, 7]])
+
+
+def test_numbers_of_other_widths() -> None:
+    # Of four bits XLA packs two into a byte.
+    for dtype in ("int4", "int8", "float16", "complex64"):
+        got = write_rows(jnp.zeros((8, 6), dtype), (jnp.array([1, 3]),), jnp.ones((2, 6), dtype))
+        np.testing.assert_array_equal(got.astype("complex64").sum(1), [0, 6, 0, 6, 0, 0, 0, 0])
+    assert write_rows(jnp.zeros((3, 0), "bfloat16"), (jnp.array([1]),), jnp.zeros((1, 0))).shape == (3, 0)

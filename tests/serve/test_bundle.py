@@ -86,8 +86,8 @@ def test_what_does_not_fit_is_refused_with_the_reason(
 
     model = model_of()
     refused(
-        r"float32\[8, 2, 2\] in the file, .*: bfloat16\[8, 2, 2\] here",
-        model_of({"precision.param_dtype": "bfloat16"}),
+        r"float32\[8, 12\] in the file, .*: float32\[8, 24\] here",
+        model_of({"model.mlp_dim": 24}),
     )
     refused("compiled from another program", model_of({"model.rope_theta": 123.0}))
     refused("is for 0 guessed tokens, asked for are 2", model, speculation=Speculation(2))

@@ -61,7 +61,7 @@ def add_bundle_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache-dtype",
         choices=("float32", "bfloat16", "float16", "int8"),
-        help="of keys and values (default: that of arithmetic); int8 are codes with scales",
+        help="of keys and values (default: that of the model's arithmetic); int8 are codes with scales",
     )
     parser.add_argument(
         "--pages",

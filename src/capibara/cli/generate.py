@@ -245,6 +245,7 @@ class _Writer:
         most = self.loaded.model.config.model.max_sequence_length
         places = min(most, max(_LEAST_PLACES, 1 << (max(length, 1) - 1).bit_length()))
         if self._generator is None or self._generator.places < places:
+            self._generator = None  # its weights may be held twice
             self._generator = Generator(
                 self.loaded.model,
                 self.loaded.params,

@@ -108,7 +108,7 @@ class ModularCapibaraModel:
         return type(self)(self.config, mesh=mesh, rules=rules)
 
     def computing_in(self, dtype: str) -> Self:
-        """The same model, with this one's parameters as they are stored, and arithmetic in another dtype.
+        """The same model with arithmetic in another dtype, without this one's parameters, which it takes as they are.
 
         Raises:
             ConfigError: no model computes in it.
@@ -118,7 +118,6 @@ class ModularCapibaraModel:
         config = self.config.with_overrides({"precision.compute_dtype": dtype})
         other = type(self)(config, mesh=self.mesh, rules=self.backend.rules, platform=self._platform)
         other.pretrained, other.tokenizer_files = self.pretrained, self.tokenizer_files
-        other._params, other._state = self._params, self._state
         return other
 
     def _form(self, *, cached: bool = False, head: bool = True, ragged: bool = False) -> CompiledModel:

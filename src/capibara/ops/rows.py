@@ -31,7 +31,7 @@ def write_rows(array: jax.Array, where: Sequence[jax.Array], new: jax.Array) -> 
     lead = where[0].shape
     index = jnp.stack([index.reshape(-1) for index in where], axis=-1)
     rows = jnp.broadcast_to(new, (*lead, *array.shape[len(where) :])).astype(array.dtype)
-    return _written.bind(array, index, rows.reshape(-1, *array.shape[len(where) :]))
+    return _written.bind(array, index, rows.reshape(len(index), *array.shape[len(where) :]))
 
 
 def takes_kernel(array: Any) -> bool:
@@ -76,9 +76,10 @@ mlir.register_lowering(_written, mlir.lower_fun(_on_cpu, multiple_results=False)
 
 
 def _tangent(primals: Any, tangents: Any) -> Any:
-    _, where, _ = primals
+    array, where, rows = primals
     change, _, of_rows = (ad.instantiate_zeros(tangent) for tangent in tangents)
-    return _written.bind(*primals), _by_xla(change, where, of_rows)
+    # JAX's own rule knows which of several rows of one place was written, and can be transposed.
+    return jax.jvp(lambda array, rows: _by_xla(array, where, rows), (array, rows), (change, of_rows))
 
 
 def _map(arrays: Any, axes: Any) -> Any:

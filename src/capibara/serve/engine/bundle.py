@@ -25,7 +25,7 @@ from capibara.compilation.packing.writing import pack_lowered
 from capibara.errors import ConfigError
 from capibara.files import read_bounded, replace_file
 from capibara.serve.engine.arrays import bytes_of_one_device
-from capibara.serve.engine.layers import as_computed, layers_apart
+from capibara.serve.engine.layers import as_computed, bytes_held, layers_apart
 from capibara.serve.engine.programs import Programs, pages_in_memory
 from capibara.serve.engine.steps import EngineSizes
 
@@ -190,8 +190,11 @@ def write_bundle(
     if place.exists() and (not place.is_dir() or not all(_is_ours(one.name) for one in place.iterdir())):
         raise ConfigError(f"{os.fspath(folder)!r}: is there and holds something else. Name a new folder.")
     place.mkdir(parents=True, exist_ok=True)
+    model = as_computed(model)
+    parts = layers_apart(model, params)
     if pages is None:
-        free = None if memory_bytes is None else memory_bytes - bytes_of_one_device((params, state))
+        held = bytes_held(params, parts) + bytes_of_one_device(state)
+        free = None if memory_bytes is None else memory_bytes - held
         pages = pages_in_memory(
             model, sizes.page_size, sizes.cache_dtype, least=sizes.table, most=sizes.pages - 1, free=free
         )
@@ -215,8 +218,7 @@ def write_bundle(
             raise
         written[name] = file, packed.sha256
 
-    model = as_computed(model)
-    programs = Programs(model, layers_apart(model, params), state, writable=writable, make=make)
+    programs = Programs(model, parts, state, writable=writable, make=make)
     first, rest = programs.to_compile(sizes.every, programs.describe_cache(sizes), sizes.inputs)
     every = [lambda: programs.empty_cache(sizes), *first, *rest]
     try:

@@ -16,7 +16,7 @@ from capibara.core import ModularCapibaraModel
 from capibara.data import Tokenizer
 from capibara.memory.budget import device_budget
 from capibara.serve.engine.arrays import bytes_of_one_device, describe_arrays
-from capibara.serve.engine.layers import as_computed, layers_apart
+from capibara.serve.engine.layers import as_computed, bytes_held, layers_apart
 from capibara.serve.engine.programs import Programs, pages_in_memory
 from capibara.serve.engine.steps import EngineSizes
 from capibara.serve.loaded import take_tokenizer
@@ -72,14 +72,14 @@ class EarlyPrograms:
             sizes = EngineSizes.of(model, **given)
             params, state = describe_arrays(model)
             model = as_computed(model)
+            parts = layers_apart(model, params)
             if pages is None:
                 # The engine will ask when the weights are there.
-                free = device_budget().free() - bytes_of_one_device((params, state))
+                free = device_budget().free() - bytes_held(params, parts) - bytes_of_one_device(state)
                 most, kind = sizes.pages - 1, sizes.cache_dtype
                 pages = pages_in_memory(model, sizes.page_size, kind, least=sizes.table, most=most, free=free)
             sizes = dataclasses.replace(sizes, pages=1 + pages)
             writable = min(config.model.vocab_size, model.tokenizer.vocab_size)
-            parts = layers_apart(model, params)
             settings = model.config.to_dict()
             facts = {
                 **{section: settings[section] for section in ("model", "precision", "finetune")},

@@ -73,8 +73,9 @@ class Engine:
         or half of the memory that is free holds.
       prefill_tokens: tokens of prompts that a step reads at most. prefill_chunks: in how many pieces.
       prefix_cache: whether texts with the same beginning share pages; not for models with recurrent states.
-      cache_dtype: of keys and values; by default that of arithmetic. ``"int8"``: codes with a scale for each head of a
-        position, a quarter of float32; attention then goes through XLA.
+      cache_dtype: of keys and values; by default that of the model's arithmetic, though a CPU computes a model of
+        bfloat16 in float32. ``"int8"``: codes with a scale for each head of a position, a quarter of float32; attention
+        then goes through XLA.
       use_cache: keep the keys, values and states of earlier tokens; otherwise every token is computed from the whole
         text before it, to compare with.
       adapters: for which low-rank adapters there is room; by default for none.
@@ -139,7 +140,7 @@ class Engine:
             max_batch, page_size = sizes.max_batch, sizes.page_size
             if speculation is not None and speculation.draft is not None:
                 raise ConfigError("bundle: has no programs of a draft model. Leave speculation.draft out.")
-        cache_dtype = sizes.cache_dtype
+        asked, cache_dtype = cache_dtype, sizes.cache_dtype
         for key, value, most in (
             ("pages", sizes.pages if pages is None else pages, 1 << 31),
             ("max_waiting", max_waiting, 1 << 30),
@@ -203,7 +204,7 @@ class Engine:
                     count,
                     page_size,
                     sizes.slots,
-                    dtype=cache_dtype,
+                    dtype=asked,
                     writable=self._writable,
                 )
                 self._large |= spans_of((self._draft.weights, self._draft.cache))

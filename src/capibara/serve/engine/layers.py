@@ -24,8 +24,9 @@ from capibara.ops.linalg.chained import chained
 from capibara.ops.linalg.few_rows import LEAST_MATRIX, MOST_ROWS, few_rows
 from capibara.ops.linalg.joined import joined
 from capibara.ops.registry import for_platform
+from capibara.serve.engine.arrays import bytes_of_one_device
 
-__all__ = ["as_computed", "cache_dtype_of", "in_float32", "layers_apart", "of_few_rows"]
+__all__ = ["as_computed", "bytes_held", "cache_dtype_of", "in_float32", "layers_apart", "of_few_rows"]
 
 _NARROW = ("bfloat16", "float16")
 
@@ -36,7 +37,10 @@ def _on_one_cpu(model: Any) -> bool:
 
 
 def as_computed(model: Any) -> Any:
-    """The model as an engine computes it: on one CPU device in float32 instead of 16 bits."""
+    """The model as an engine computes it: on one CPU device in float32 instead of 16 bits.
+
+    Another one than was given has no parameters: it is given them.
+    """
     if not _on_one_cpu(model) or model.config.precision.compute_dtype not in _NARROW:
         return model
     return model.computing_in("float32")
@@ -74,6 +78,17 @@ def layers_apart(model: Any, params: Any) -> Any:
         return Layers([jax.tree.unflatten(tree, each) for each in zip(*cut, strict=True)])
 
     return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_coded)
+
+
+def bytes_held(params: Any, parts: Any) -> int:
+    """Bytes of a device for parameters that were given and what :func:`layers_apart` made of them.
+
+    Views take none, what became float32 does, while what it was made of may still be held.
+    """
+    given, made = (jax.tree.leaves(tree) for tree in (params, parts))
+    narrow, wide = ([leaf for leaf in tree if leaf.dtype.name in _NARROW] for tree in (given, made))
+    widened = sum(leaf.size for leaf in narrow) - sum(leaf.size for leaf in wide)
+    return bytes_of_one_device(params) + 4 * widened
 
 
 def in_float32(model: Any, params: Any, *, narrow: bool = False) -> Any:

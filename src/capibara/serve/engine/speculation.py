@@ -22,7 +22,7 @@ from capibara.core.encoders import require_decoder
 from capibara.core.paged import StepShape
 from capibara.errors import ConfigError
 from capibara.serve.engine.choosing import Asked, choose_tokens
-from capibara.serve.engine.layers import as_computed, layers_apart
+from capibara.serve.engine.layers import as_computed, cache_dtype_of, layers_apart
 from capibara.serve.engine.programs import Programs
 from capibara.serve.engine.sequences import Sequence
 
@@ -115,7 +115,8 @@ class DraftModel:
     """A smaller model that guesses. Its pages have the numbers of the other's.
 
     Args:
-      settings: with ``draft``. pages, page_size, slots, dtype: as of the other model's pools.
+      settings: with ``draft``. pages, page_size, slots: as of the other model's pools.
+      dtype: of its pools; ``None``: that of its arithmetic.
       writable: only token ids below this are guessed.
     """
 
@@ -126,6 +127,7 @@ class DraftModel:
         assert model is not None
         self.weights = model.params if settings.params is None else settings.params
         state = model.state if settings.state is None else settings.state
+        dtype = cache_dtype_of(model) if dtype is None else dtype
         model = as_computed(model)
         params = layers_apart(model, self.weights)
         self.programs = Programs(model, params, state, writable=writable)

@@ -80,7 +80,7 @@ class EngineSizes:
       max_batch: texts that are written at once. max_length: tokens of a prompt and its answer.
       page_size: positions of a page. pages: how many, one of which is nobody's.
       prefill_tokens: of prompts, which a step reads at most. prefill_chunks: in how many pieces.
-      cache_dtype: of keys and values; ``None``: that of arithmetic.
+      cache_dtype: of keys and values; ``None``: that in which the engine computes.
       guesses: tokens that are guessed ahead; 0: none.
       recurrent: whether a model has states that pieces of one step cannot share.
     """
