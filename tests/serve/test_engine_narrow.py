@@ -62,6 +62,13 @@ def written(
     return found
 
 
+def same_texts(got: Any, want: Any) -> None:
+    """Which requests share a step depends on time, and the last bits on the step's shape."""
+    for (tokens, scores), (same, others) in zip(got, want, strict=True):
+        assert tokens == same
+        np.testing.assert_allclose(scores, others, rtol=0, atol=2e-5)
+
+
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [("grouped", "float16"), ("mixed", "bfloat16"), ("experts", "bfloat16"), ("latent", "bfloat16")],
@@ -73,9 +80,7 @@ def test_texts_are_those_of_float32(kind: str, dtype: str) -> None:
         assert engine.model.config.precision.compute_dtype == "float32"
     with Engine(widened(model, kind), warm=False, **SIZES) as engine:
         want = written(engine)
-    for (tokens, scores), (same, others) in zip(got, want, strict=True):
-        assert tokens == same
-        np.testing.assert_allclose(scores, others, rtol=0, atol=2e-5)
+    same_texts(got, want)
     assert model.config.precision.compute_dtype == dtype  # the model itself is as it was
 
 
@@ -97,7 +102,7 @@ def test_matrices_and_pages_keep_their_16_bits() -> None:
         # No step makes float32 of a matrix, or of the pages.
         assert program.memory_analysis().temp_size_in_bytes < up.size // up.shape[0]
     with Engine(widened(model), warm=False, cache_dtype="bfloat16", **SIZES) as engine:
-        assert written(engine) == got  # the same numbers, bit by bit
+        same_texts(got, written(engine))
 
 
 def test_without_kernels_nothing_stays_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
