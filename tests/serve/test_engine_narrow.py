@@ -69,6 +69,7 @@ def same_texts(got: Any, want: Any) -> None:
         np.testing.assert_allclose(scores, others, rtol=0, atol=2e-5)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [("grouped", "float16"), ("mixed", "bfloat16"), ("experts", "bfloat16"), ("latent", "bfloat16")],

@@ -108,7 +108,7 @@ class ModularCapibaraModel:
         return type(self)(self.config, mesh=mesh, rules=rules)
 
     def computing_in(self, dtype: str) -> Self:
-        """The same model with arithmetic in another dtype, without this one's parameters, which it takes as they are.
+        """The same model with arithmetic in another dtype, without this one's parameters, which fit as they are stored.
 
         Raises:
             ConfigError: no model computes in it.

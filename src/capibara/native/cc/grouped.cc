@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "isa.h"
-#include "numbers_buffers.h"
 #include "pages.h"
 #include "parallel.h"
 #include "xla/ffi/api/ffi.h"
@@ -97,14 +96,11 @@ ffi::Error multiply(ffi::ThreadPool& pool, const std::vector<GroupedBlock>& prod
   return ffi::Error::Success();
 }
 
-// lhs [rows, inner], rhs [groups, inner, columns] or, transposed, [groups, columns, inner], which may be bfloat16;
-// out [rows, columns].
+// lhs [rows, inner], rhs [groups, inner, columns] or, transposed, [groups, columns, inner]; out [rows, columns].
 ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs, ffi::AnyBuffer sizes,
                    ffi::Result<ffi::AnyBuffer> out, int64_t transposed) {
   std::vector<int64_t> starts;
-  capibara::Numbers b;
-  if (!is_float(lhs, 2) || !capibara::read_numbers(rhs, &b) || rhs.dimensions().size() != 3 || !is_float(*out, 2) ||
-      !bounds(sizes, lhs.dimensions()[0], &starts))
+  if (!is_float(lhs, 2) || !is_float(rhs, 3) || !is_float(*out, 2) || !bounds(sizes, lhs.dimensions()[0], &starts))
     return refuse("the arrays' types do not fit");
   const int64_t rows = lhs.dimensions()[0], inner = lhs.dimensions()[1], columns = out->dimensions()[1];
   const int64_t groups = rhs.dimensions()[0];
@@ -112,6 +108,7 @@ ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
       rhs.dimensions()[1] != (transposed ? columns : inner) || rhs.dimensions()[2] != (transposed ? inner : columns))
     return refuse("the arrays' shapes do not fit together");
   const auto* a = static_cast<const float*>(lhs.untyped_data());
+  const auto* b = static_cast<const float*>(rhs.untyped_data());
   auto* c = static_cast<float*>(out->untyped_data());
   capibara::prefer_large_pages(c, out->size_bytes());
   std::vector<GroupedBlock> products;
@@ -122,7 +119,7 @@ ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
                         transposed != 0, c + start * columns, columns});
   }
   const int64_t end = starts.back();
-  products.push_back({rows - end, columns, 0, nullptr, 0, false, {}, 0, false, c + end * columns, columns});
+  products.push_back({rows - end, columns, 0, nullptr, 0, false, nullptr, 0, false, c + end * columns, columns});
   return multiply(pool, products);
 }
 

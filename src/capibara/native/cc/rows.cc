@@ -11,11 +11,12 @@ namespace {
 
 ffi::Error refuse(const char* why) { return ffi::Error::InvalidArgument(std::string("capibara rows: ") + why); }
 
-// array [d0, d1, …]; where int32 [count, axes], of each row its place along the first axes, and nowhere if that is
-// outside; rows [count, …]; out is the array.
+// array [d0, d1, …] of bfloat16 or float16; where int32 [count, axes]: the place of each row along the first axes, which
+// is not written if that is outside; rows [count, …]; out is the array.
 ffi::Error write(ffi::AnyBuffer array, ffi::AnyBuffer where, ffi::AnyBuffer rows, ffi::Result<ffi::AnyBuffer> out) {
-  if (where.element_type() != ffi::S32 || where.dimensions().size() != 2 ||
-      rows.element_type() != array.element_type() || out->element_type() != array.element_type())
+  const auto type = array.element_type();
+  if ((type != ffi::BF16 && type != ffi::F16) || where.element_type() != ffi::S32 || where.dimensions().size() != 2 ||
+      rows.element_type() != type || out->element_type() != type)
     return refuse("the arrays' types do not fit");
   const auto sizes = array.dimensions();
   const int64_t count = where.dimensions()[0], axes = where.dimensions()[1];
@@ -34,7 +35,7 @@ ffi::Error write(ffi::AnyBuffer array, ffi::AnyBuffer where, ffi::AnyBuffer rows
     bool inside = true;
     for (int64_t i = 0; i < axes; ++i, ++place) {
       inside = inside && *place >= 0 && *place < sizes[i];
-      at = at * sizes[i] + *place;
+      if (inside) at = at * sizes[i] + *place;
     }
     if (inside) std::memcpy(to + at * bytes, from, bytes);
   }

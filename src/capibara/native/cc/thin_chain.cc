@@ -308,8 +308,7 @@ ffi::Error chain(ffi::ThreadPool pool, ffi::RemainingArgs arrays, ffi::Remaining
       const int32_t bits = static_cast<int32_t>(op[3]);
       __builtin_memcpy(&one.epsilon, &bits, sizeof bits);
     } else if (op[0] == kProduct) {
-      const capibara::ThinProduct p{rows, a.width,    out.width, threads, a.floats(),
-                                    b.at, op[3] != 0, places[i], nullptr};
+      const capibara::ThinProduct p{rows, a.width, out.width, threads, a.floats(), b.at, op[3] != 0, places[i], nullptr};
       one.product = product_of(p, *capibara::isa().thin);
     } else if (op[0] == kCodes) {
       capibara::CodesProduct& p = coded[i];

@@ -39,7 +39,7 @@ def _on_one_cpu(model: Any) -> bool:
 def as_computed(model: Any) -> Any:
     """The model as an engine computes it: on one CPU device in float32 instead of 16 bits.
 
-    Another one than was given has no parameters: it is given them.
+    It has no parameters then: they stay those of the model that was given.
     """
     if not _on_one_cpu(model) or model.config.precision.compute_dtype not in _NARROW:
         return model
