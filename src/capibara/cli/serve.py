@@ -310,6 +310,7 @@ def _application(
         loaded.model,
         loaded.params,
         state=loaded.state,
+        donate_params=True,
         name=name,
         max_batch=16 if args.max_batch is None else args.max_batch,
         max_length=args.max_length,

@@ -23,7 +23,7 @@ _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 def spans_of(tree: Any) -> set[tuple[int, int]]:
     """Addresses and bytes of arrays on CPU devices that fill large pages, for :func:`ask_for_large_pages`.
 
-    Only of what is a ``jax.Array`` with all its shards here. To move a gigabyte takes between a quarter of a second
+    Only of what is a ``jax.Array`` with all its shards here; those that lie side by side are one. To move a gigabyte takes between a quarter of a second
     and, where memory is in pieces or a guest's, four seconds; addresses and values stay. Of arrays over a mapped file
     the system decides.
 
@@ -33,13 +33,21 @@ def spans_of(tree: Any) -> set[tuple[int, int]]:
     if not (size := _large_page()):
         return set()
     # By address, not as arrays of NumPy: those of 4 bits would be copied, and those of PRNG keys are refused.
-    return {
+    spans = sorted(
         (shard.data.unsafe_buffer_pointer(), shard.data.nbytes)
         for leaf in jax.tree.leaves(tree)
-        if isinstance(leaf, jax.Array) and leaf.nbytes >= size and leaf.is_fully_addressable
+        if isinstance(leaf, jax.Array) and leaf.is_fully_addressable
         for shard in jax.block_until_ready(leaf).addressable_shards
         if shard.device.platform == "cpu"
-    }
+    )
+    found: list[tuple[int, int]] = []
+    for start, length in spans:
+        begin, there = found[-1] if found else (0, 0)
+        if begin + there >= start:
+            found[-1] = begin, max(there, start + length - begin)
+        else:
+            found.append((start, length))
+    return {(start, length) for start, length in found if length >= size}
 
 
 def ask_for_large_pages(start: int, length: int, *, move: bool = False) -> bool:

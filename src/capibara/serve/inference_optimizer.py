@@ -16,7 +16,7 @@ import numpy as np
 
 from capibara.core.paged import StepShape
 from capibara.errors import ConfigError
-from capibara.serve.engine.layers import as_computed, layers_apart
+from capibara.serve.engine.layers import as_computed, layers_apart, room_for_panels
 from capibara.serve.engine.programs import Programs, pages_in_memory
 
 __all__ = ["InferenceChoice", "Measured", "TpuInferenceOptimizer"]
@@ -173,7 +173,7 @@ class _Timer:
         state, params = model.state, model.params if params is None else params
         # As the engine computes and holds them, whose steps these are.
         self._model = model = as_computed(model)
-        params = layers_apart(model, params)
+        params = layers_apart(model, params, panels=room_for_panels(params))
         self._programs = Programs(model, params, state, writable=model.config.model.vocab_size)
         self.attends = model.config.model.attends
         self.found: list[Measured] = []

@@ -21,6 +21,22 @@ struct GroupedBlock {
   bool add = false;                      // to what c holds
   const GroupedBlock* beside = nullptr;  // another product of the same rows of a, with the same depth, or null
   const GroupedBlock* next = nullptr;    // what the same thread computes after it, or null
+  // Where b lies in panels: numbers from one to the next, else 0; and which of their columns is the first of b.
+  int64_t b_panel = 0, b_first = 0;
+
+  // Leaves out the columns before the j-th.
+  CAPIBARA_IN_LINE void skip(int64_t j) {
+    if (b_panel != 0)
+      b_first += j;
+    else
+      b += b_by_column ? j * b_step : j;
+    c += j;
+  }
+  // The k-th row of b from column j on, up to the end of its panel.
+  CAPIBARA_IN_LINE Numbers in_panel(int64_t k, int64_t j) const {
+    const int64_t column = b_first + j;
+    return b + (column / kPanelColumns * b_panel + k * kPanelColumns + column % kPanelColumns);
+  }
 };
 
 struct GroupedKernels {

@@ -81,7 +81,19 @@ static void pack_as(const GroupedBlock& p, int64_t k0, int64_t depth, float* to)
   }
 }
 
+// The same of a matrix that lies in panels: of narrow ones, or of those with other columns.
+template <typename T>
+static void pack_panels_as(const GroupedBlock& p, int64_t k0, int64_t depth, float* to) {
+  for (int64_t j = 0; j < p.columns; j += kWidth) {
+    float* const panel = to + j / kPanel * kRightPanel + j % kPanel;
+    const T* const from = static_cast<const T*>(p.in_panel(k0, j).at);
+    for (int64_t k = 0; k < depth; ++k) store(panel + k * kPanel, load(from + k * capibara::kPanelColumns));
+  }
+}
+
 static void pack_b(const GroupedBlock& p, int64_t k0, int64_t depth, float* to) {
+  if (p.b_panel != 0)
+    return p.b.narrow ? pack_panels_as<uint16_t>(p, k0, depth, to) : pack_panels_as<float>(p, k0, depth, to);
   p.b.narrow ? pack_as<uint16_t>(p, k0, depth, to) : pack_as<float>(p, k0, depth, to);
 }
 
@@ -96,9 +108,17 @@ class Ahead {
   void add(const GroupedBlock& p, int64_t k0, int64_t depth) {
     add(p.a_by_depth ? p.a + k0 * p.a_step : p.a + k0, p.a_by_depth ? depth : p.rows, p.a_by_depth ? p.rows : depth,
         p.a_step);
-    for (const GroupedBlock* q = &p; q != nullptr; q = q->beside)
-      add(q->b_by_column ? q->b + k0 : q->b + k0 * q->b_step, q->b_by_column ? q->columns : depth,
-          q->b_by_column ? depth : q->columns, q->b_step);
+    for (const GroupedBlock* q = &p; q != nullptr; q = q->beside) add_b(*q, k0, depth);
+  }
+  // The right one's.
+  void add_b(const GroupedBlock& p, int64_t k0, int64_t depth) {
+    const int64_t panels = (p.columns + capibara::kPanelColumns - 1) / capibara::kPanelColumns;
+    if (p.b_panel != 0)
+      add(p.in_panel(k0, 0), panels, depth * capibara::kPanelColumns, p.b_panel);
+    else if (p.b_by_column)
+      add(p.b + k0, p.columns, depth, p.b_step);
+    else
+      add(p.b + k0 * p.b_step, depth, p.columns, p.b_step);
   }
   void add(capibara::Numbers first, int64_t rows, int64_t columns, int64_t step) {
     if (count_ == kParts || columns == 0) return;
@@ -133,6 +153,11 @@ class Ahead {
   int64_t count_ = 0, rows_ = 0, numbers_ = 0, share_ = 0, part_ = 0, row_ = 0;
 };
 
+// Whether register tiles read b where it lies in panels.
+static inline bool lies_in_panels(const GroupedBlock& p) {
+  return p.b_panel != 0 && !p.b.narrow && kPanel <= capibara::kPanelColumns;
+}
+
 // A register tile of the result, rows from i and columns from j on; `edge` is room for one that is not all within it.
 static inline void put_tile(const GroupedBlock& p, int64_t i, int64_t j, int64_t depth, const float* tile,
                             int64_t row_step, int64_t depth_step, const float* panel, int64_t panel_step, bool add,
@@ -164,22 +189,32 @@ static void multiply_few_rows(const GroupedBlock& p, float* scratch) {
   const int64_t shares = (p.depth + kDeepColumns - 1) / kDeepColumns, share = (p.depth + shares - 1) / shares;
   for (int64_t j0 = 0; j0 < p.columns; j0 += kNarrow) {
     GroupedBlock block = p;
-    block.b += j0, block.c += j0, block.columns = least(kNarrow, p.columns - j0);
+    block.skip(j0);
+    block.columns = least(kNarrow, p.columns - j0);
+    const bool lies = lies_in_panels(block);
     for (int64_t k0 = 0; k0 < p.depth; k0 += share) {
       const int64_t depth = least(share, p.depth - k0);
       Ahead ahead(kFetchedDeeper, (block.columns + kPanel - 1) / kPanel * ((p.rows + kRows - 1) / kRows));
-      if (k0 + share < p.depth)
-        ahead.add(block.b + (k0 + share) * p.b_step, least(share, p.depth - k0 - share), block.columns, p.b_step);
-      else if (j0 + kNarrow < p.columns)
-        ahead.add(p.b + j0 + kNarrow, share, least(kNarrow, p.columns - j0 - kNarrow), p.b_step);
+      if (k0 + share < p.depth) {
+        ahead.add_b(block, k0 + share, least(share, p.depth - k0 - share));
+      } else if (j0 + kNarrow < p.columns) {
+        GroupedBlock next = block;
+        next.skip(kNarrow);
+        next.columns = least(kNarrow, p.columns - j0 - kNarrow);
+        ahead.add_b(next, 0, share);
+      }
       if (!a_lies) pack_a(p, 0, p.rows, k0, depth, a);
-      pack_b(block, k0, depth, b);
-      for (int64_t j = 0; j < block.columns; j += kPanel)
+      if (!lies) pack_b(block, k0, depth, b);
+      for (int64_t j = 0; j < block.columns; j += kPanel) {
+        const float* const panel =
+            lies ? static_cast<const float*>(block.in_panel(k0, j).at) : b + j / kPanel * kRightPanel;
+        const int64_t panel_step = lies ? capibara::kPanelColumns : kPanel;
         for (int64_t i = 0; i < p.rows; i += kRows) {
           ahead.fetch();
           const float* const tile = a_lies ? p.a + i * p.a_step + k0 : a + i * kDeepStep;
-          put_tile(block, i, j, depth, tile, row_step, 1, b + j / kPanel * kRightPanel, kPanel, p.add || k0 > 0, edge);
+          put_tile(block, i, j, depth, tile, row_step, 1, panel, panel_step, p.add || k0 > 0, edge);
         }
+      }
     }
   }
 }
@@ -217,9 +252,11 @@ static void grouped_multiply(const GroupedBlock& p, float* scratch) {
     for (const GroupedBlock* q = &p; q != nullptr; q = q->beside) {
       // Whole panels only: columns past the last one are not there to be read.
       const bool few = q->depth * q->b_step <= kFew;
-      const bool b_lies = few && !q->b.narrow && !q->b_by_column && q->columns % kPanel == 0;
+      const bool in_panels = lies_in_panels(*q);
+      const bool b_lies =
+          in_panels || (few && q->b_panel == 0 && !q->b.narrow && !q->b_by_column && q->columns % kPanel == 0);
       const float* const lying = static_cast<const float*>(q->b.at) + k0 * q->b_step;
-      const int64_t panel_step = b_lies ? q->b_step : kPanel;
+      const int64_t panel_step = in_panels ? capibara::kPanelColumns : b_lies ? q->b_step : kPanel;
       const bool add = q->add || k0 > 0;
       if (!b_lies) pack_b(*q, k0, depth, b);
       for (int64_t first = 0; first < q->rows; first += kMostRows) {
@@ -227,7 +264,9 @@ static void grouped_multiply(const GroupedBlock& p, float* scratch) {
         // All rows at once are copied once for all that is beside.
         if (!a_lies && (q == &p || count < q->rows)) pack_a(p, first, count, k0, depth, a);
         for (int64_t j = 0; j < q->columns; j += kPanel) {
-          const float* const panel = b_lies ? lying + j : b + j / kPanel * kRightPanel;
+          const float* const panel = in_panels ? static_cast<const float*>(q->in_panel(k0, j).at)
+                                     : b_lies  ? lying + j
+                                               : b + j / kPanel * kRightPanel;
           for (int64_t i = 0; i < count; i += kRows) {
             ahead.fetch();
             deeper.fetch();

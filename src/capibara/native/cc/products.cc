@@ -96,8 +96,8 @@ void cut(const Item& whole, int64_t threads, std::vector<Item>* to) {
         GroupedBlock block = p;
         block.rows = std::min(height, rows - i), block.columns = std::min(width, p.columns - j);
         block.a += p.a_by_depth ? i : i * p.a_step;
-        block.b += p.b_by_column ? j * p.b_step : j;
-        block.c += i * p.c_step + j;
+        block.skip(j);
+        block.c += i * p.c_step;
         item.push_back(block);
       }
       if (!item.empty()) to->push_back(std::move(item));
@@ -121,7 +121,7 @@ ffi::Error run(ffi::ThreadPool& pool, std::vector<Item>& items, bool beside) {
 
 int64_t threads_of(ffi::ThreadPool& pool) { return std::max<int64_t>(pool.num_threads(), 1); }
 
-// x [rows, inner], matrices [inner, columns], which may be bfloat16; of each x @ matrix.
+// x [rows, inner], matrices [inner, columns], which may be bfloat16 and lie in panels; of each x @ matrix.
 ffi::Error forward(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs matrices, ffi::RemainingRets results) {
   Matrix rows;
   std::vector<Matrix> out;
@@ -130,15 +130,17 @@ ffi::Error forward(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs ma
   std::vector<Item> items;
   for (size_t i = 0; i < out.size(); ++i) {
     const auto right = matrices.get<ffi::AnyBuffer>(i);
-    capibara::Numbers numbers;
-    if (!right.has_value() || !capibara::read_numbers(*right, &numbers) || right->dimensions().size() != 2)
-      return refuse("the matrices must be float32 or bfloat16 with two axes");
-    const int64_t columns = right->dimensions()[1];
-    if (right->dimensions()[0] != rows.columns || out[i].rows != rows.rows || out[i].columns != columns)
+    capibara::MatrixOf matrix;
+    if (!right.has_value() || !capibara::read_matrix(*right, &matrix))
+      return refuse("the matrices must be float32 or bfloat16 with two axes, or lie in panels");
+    const int64_t columns = matrix.columns;
+    if (matrix.rows != rows.columns || out[i].rows != rows.rows || out[i].columns != columns)
       return refuse("the arrays' shapes do not fit together");
     if (out[i].rows == 0 || columns == 0) continue;
-    cut({{rows.rows, columns, rows.columns, rows.at, rows.columns, false, numbers, columns, false, out[i].at, columns}},
-        threads_of(pool), &items);
+    GroupedBlock whole{rows.rows,      columns, rows.columns, rows.at, rows.columns, false,
+                       matrix.numbers, columns, false,        out[i].at, columns};
+    if (matrix.panels) whole.b_panel = matrix.rows * capibara::kPanelColumns;
+    cut({whole}, threads_of(pool), &items);
   }
   return run(pool, items, false);
 }

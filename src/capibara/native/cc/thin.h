@@ -12,8 +12,8 @@ struct ThinProduct {
   int64_t rows, inner, columns;
   int64_t threads;   // that share the items
   const float* x;    // [rows, inner]
-  Numbers w;         // [inner, columns], or [columns, inner] if by_column
-  bool by_column;
+  Numbers w;         // [inner, columns], or [columns, inner] if by_column, or in panels
+  bool by_column, panels;
   float* out;        // [rows, columns]
   float* room;       // as large as `room` says, begins a line of the cache
 };

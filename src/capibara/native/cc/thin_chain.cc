@@ -220,26 +220,31 @@ const char* read_matrix(capibara::CodesProduct& p, const std::vector<ffi::AnyBuf
   return capibara::read_codes(p.w, arrays[codes], arrays[m[0]], arrays[m[1]], arrays[m[2]], m[3], m[4]);
 }
 
-// arrays: float32 [rows, width] or a matrix, which may be bfloat16, or [width], or what a matrix in codes is made of;
+// arrays: float32 [rows, width] or a matrix, which may be bfloat16 and lie in panels, or [width], or what a matrix in
+// codes is made of;
 // results: float32 [rows, width]. `ops` and `matrices` see above; `outputs` says which array each result is.
 ffi::Error chain(ffi::ThreadPool pool, ffi::RemainingArgs arrays, ffi::RemainingRets results, int64_t rows,
                  ffi::Span<const int64_t> ops, ffi::Span<const int64_t> matrices, ffi::Span<const int64_t> outputs) {
   struct Value {
     capibara::Numbers at;
     int64_t rows, width;  // of a vector: 1 row; of what is no numbers: none
+    bool panels = false;
     const float* floats() const { return static_cast<const float*>(at.at); }
   };
   std::vector<Value> values;
   std::vector<ffi::AnyBuffer> buffers;
   for (size_t i = 0; i < arrays.size(); ++i) {
     const auto x = arrays.get<ffi::AnyBuffer>(i);
-    if (!x.has_value() || x->dimensions().size() < 1 || x->dimensions().size() > 2)
-      return refuse("the arrays must have one or two axes");
+    if (!x.has_value() || x->dimensions().size() < 1 || x->dimensions().size() > 3)
+      return refuse("the arrays must have one or two axes, matrices in panels three");
     const auto shape = x->dimensions();
     buffers.push_back(*x);
     Value value{{}, -1, -1};
-    if (capibara::read_numbers(*x, &value.at))
-      value.rows = shape.size() == 1 ? 1 : shape[0], value.width = shape.back();
+    capibara::MatrixOf matrix;
+    if (capibara::read_matrix(*x, &matrix))
+      value = {matrix.numbers, matrix.rows, matrix.columns, matrix.panels};
+    else if (shape.size() == 1 && capibara::read_numbers(*x, &value.at))
+      value.rows = 1, value.width = shape[0];
     values.push_back(value);
   }
   const size_t count = ops.size() / kNumbers, given = values.size();
@@ -263,13 +268,14 @@ ffi::Error chain(ffi::ThreadPool pool, ffi::RemainingArgs arrays, ffi::Remaining
     if (op[1] < 0 || op[1] >= known || op[2] < 0 || op[2] >= known) return refuse("an operation has no such array");
     const Value &a = values[op[1]], &b = values[op[2]];
     int64_t width = a.width;
-    if (a.rows < 0 || a.at.narrow) return refuse("rows must be float32");
-    if (op[0] != kCodes && (b.rows < 0 || (b.at.narrow && op[0] != kProduct)))
+    if (a.rows < 0 || a.at.narrow || a.panels) return refuse("rows must be float32");
+    if (op[0] != kCodes && (b.rows < 0 || ((b.at.narrow || b.panels) && op[0] != kProduct)))
       return refuse("what is no matrix must be float32, matrices of numbers float32 or bfloat16");
     bool fits = a.rows == rows;
     if (op[0] == kProduct) {
       width = op[3] != 0 ? b.rows : b.width;
-      fits = fits && (op[3] != 0 ? b.width : b.rows) == a.width && op[2] < static_cast<int64_t>(given);
+      fits = fits && (op[3] != 0 ? b.width : b.rows) == a.width && op[2] < static_cast<int64_t>(given) &&
+             !(b.panels && op[3] != 0);
     } else if (op[0] == kCodes) {
       const char* const why = read_matrix(coded[i], buffers, op[2], matrices, op[3]);
       if (why != nullptr) return refuse(why);
@@ -308,7 +314,7 @@ ffi::Error chain(ffi::ThreadPool pool, ffi::RemainingArgs arrays, ffi::Remaining
       const int32_t bits = static_cast<int32_t>(op[3]);
       __builtin_memcpy(&one.epsilon, &bits, sizeof bits);
     } else if (op[0] == kProduct) {
-      const capibara::ThinProduct p{rows, a.width, out.width, threads, a.floats(), b.at, op[3] != 0, places[i], nullptr};
+      const capibara::ThinProduct p{rows, a.width, out.width, threads, a.floats(), b.at, op[3] != 0, b.panels, places[i], nullptr};
       one.product = product_of(p, *capibara::isa().thin);
     } else if (op[0] == kCodes) {
       capibara::CodesProduct& p = coded[i];

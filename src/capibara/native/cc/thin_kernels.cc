@@ -4,6 +4,7 @@
 #include "thin.h"
 
 #include "fetch.h"
+#include "thin_panels.h"
 #include "thin_rows.h"
 #include "vec.h"
 
@@ -31,13 +32,14 @@ constexpr int64_t kWhole = 16384;  // columns
 constexpr int64_t kPiece = 128;    // rows of the matrix, half as many of long ones
 constexpr int64_t kLong = 1024;    // columns
 
-static bool is_alone(const ThinProduct& p) { return p.rows == 1 && !p.by_column; }
+static bool is_alone(const ThinProduct& p) { return p.rows == 1 && !p.by_column && !p.panels; }
 static int64_t piece(const ThinProduct& p) { return p.columns > kLong ? kPiece / 2 : kPiece; }
 static int64_t pieces(const ThinProduct& p) { return p.inner == 0 ? 1 : parts(p.inner, piece(p)); }
 // From the sums of an item to those of the next. Not a power of two: they would meet in the caches.
 static int64_t apart(const ThinProduct& p) { return parts(least(p.columns, kWhole), 16) * 16 + 16; }
 
 static int64_t thin_items(const ThinProduct& p) {
+  if (p.panels) return panel_items(p);
   if (is_alone(p)) return parts(p.columns, kWhole) * pieces(p);
   return p.rows == 0 ? 0 : parts(p.columns, wide(p));
 }
@@ -261,10 +263,14 @@ static void dot_block(const ThinProduct& p, int64_t j) {
   for (; i < p.rows; ++i) dot_columns<1, C, T>(p, i, j);
 }
 
-static int64_t thin_scratch(const ThinProduct& p) { return p.by_column || is_alone(p) ? 1 : p.rows * step(p); }
+static int64_t thin_scratch(const ThinProduct& p) {
+  if (p.panels) return panel_scratch(p);
+  return p.by_column || is_alone(p) ? 1 : p.rows * step(p);
+}
 
 template <typename T>
 static void multiply(const ThinProduct& p, int64_t item, float* sums) {
+  if (p.panels) return multiply_panels<T>(p, item, sums);
   if (is_alone(p)) {
     float* const own = p.room + item * apart(p);
     return p.columns > kLong ? multiply_alone<8, T>(p, item, own) : multiply_alone<16, T>(p, item, own);
@@ -301,7 +307,12 @@ static bool thin_fetch(const ThinProduct& p, int64_t item, int64_t part) {
   };
   const int64_t numbers = kPart / p.w.bytes();
   int64_t end;
-  if (is_alone(p)) {
+  if (p.panels) {
+    const int64_t share = panels_of_item(p), left = p.columns / kPanelColumns - item * share;
+    const int64_t from = part * numbers, all = least(share, left) * kPanelColumns * p.inner;
+    bring(item * share * kPanelColumns * p.inner + from, least(numbers, all - from));
+    end = parts(all, numbers);
+  } else if (is_alone(p)) {
     const int64_t width = least(kWhole, p.columns - item / pieces(p) * kWhole), across = parts(width, numbers);
     const int64_t k = item % pieces(p) * piece(p) + part / across, first = part % across * numbers;
     if (k >= p.inner) return false;

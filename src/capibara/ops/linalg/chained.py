@@ -25,6 +25,7 @@ from jax.interpreters import mlir
 from capibara.measure.flops import register_foreign_call
 from capibara.ops.linalg.few_rows import thin_product
 from capibara.ops.linalg.joined import Flat, Step, Value, joined, named
+from capibara.ops.linalg.panels import columns_of
 from capibara.ops.linalg.quantised_native import FEW, CodesProduct, codes_product
 from capibara.ops.one_device import compile_calls, native_call
 
@@ -347,7 +348,7 @@ def _described(arrays: Sequence[Any], attributes: Mapping[str, Any]) -> list[tup
         if kind == _CODES:
             widths.append(_codes_shape(arrays, attributes, b, number)[1])
         else:
-            widths.append(arrays[b].shape[0 if number else 1] if kind == _PRODUCT else widths[a])
+            widths.append(columns_of(arrays[b], transposed=bool(number)) if kind == _PRODUCT else widths[a])
     return [(attributes["rows"], widths[n]) for n in attributes["outputs"]]
 
 

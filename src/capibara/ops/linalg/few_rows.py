@@ -4,6 +4,7 @@ What takes the time is reading the matrix. XLA first copies it into the order in
 and of one row reads it in short pieces; a compiled kernel (:mod:`capibara.native`) reads it once, where it lies. Where
 programs are made for such products, the layers of a model ask here (:func:`few_rows`); elsewhere they are left to XLA.
 Of more rows than decoding has (:data:`MOST_ROWS`), parts of the matrix are copied, and what comes next is fetched.
+A matrix in panels (:mod:`capibara.ops.linalg.panels`) is not copied.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import contextvars
 import functools
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,6 +26,7 @@ from jax.interpreters import batching, mlir
 from capibara import native
 from capibara.measure.flops import register_foreign_call
 from capibara.ops.linalg.joined import joinable
+from capibara.ops.linalg.panels import columns_of, plain
 from capibara.ops.one_device import compile_calls, native_call, on_one_device
 
 __all__ = ["LEAST_MATRIX", "MOST_ROWS", "few_rows", "product", "takes", "thin_product"]
@@ -32,7 +35,7 @@ MOST_ROWS = 16
 LEAST_MATRIX = 1 << 16
 """Numbers of a matrix; what the caches hold XLA multiplies as fast."""
 _MOST_PROMPT = 192  # with more rows, XLA's products are as fast
-_wanted = contextvars.ContextVar("few_rows", default=False)
+_most = contextvars.ContextVar("few_rows", default=0)
 thin_product = Primitive("capibara_thin_product")
 thin_product.multiple_results = True
 
@@ -47,20 +50,23 @@ compile_calls(thin_product)
 
 
 @contextlib.contextmanager
-def few_rows() -> Iterator[None]:
-    """Functions traced inside may take the kernel for products of few rows. It has no derivative."""
-    token = _wanted.set(True)
+def few_rows(*, panels: bool = False) -> Iterator[None]:
+    """Functions traced inside may take the kernel for products of few rows. It has no derivative.
+
+    Args:
+      panels: there are matrices in panels, which XLA would have to copy: of any number of rows.
+    """
+    token = _most.set(sys.maxsize if panels else _MOST_PROMPT)
     try:
         yield
     finally:
-        _wanted.reset(token)
+        _most.reset(token)
 
 
 def takes(x: jax.Array, weight: jax.Array, accumulate: str, *, transposed: bool = False) -> bool:
     """Whether :func:`product` computes ``x [rows, inner]`` times this matrix."""
     return (
-        _wanted.get()
-        and 1 <= x.shape[0] <= (MOST_ROWS if transposed else _MOST_PROMPT)
+        1 <= x.shape[0] <= min(_most.get(), MOST_ROWS if transposed else sys.maxsize)
         and math.prod(weight.shape) >= LEAST_MATRIX
         and x.dtype == jnp.dtype(accumulate) == jnp.float32
         and weight.dtype in (jnp.float32, jnp.bfloat16)
@@ -73,23 +79,24 @@ def product(x: jax.Array, weight: jax.Array, *, transposed: bool = False) -> jax
 
     Args:
       x: float32 ``[rows, inner]``.
-      weight: float32 or bfloat16 ``[inner, columns]``; transposed ``[columns, inner]``.
+      weight: float32 or bfloat16 ``[inner, columns]``; transposed ``[columns, inner]``; or in panels.
 
     Returns:
       float32 ``[rows, columns]``. A row's numbers do not depend on the other rows, nor on how many there are between 2
-      and 16, nor on the matrices that :func:`capibara.ops.linalg.joined.joined` multiplies with it.
+      and 16, with a matrix in panels between 1 and 16, nor on the matrices that
+      :func:`capibara.ops.linalg.joined.joined` multiplies with it.
     """
     return thin_product.bind(x, weight, transposed=transposed)[0]
 
 
 def _by_xla(x: jax.Array, *weights: jax.Array, transposed: bool) -> list[jax.Array]:
     sums = (((1,), (1 if transposed else 0,)), ((), ()))
-    return [lax.dot_general(x, weight.astype(x.dtype), sums) for weight in weights]
+    return [lax.dot_general(x, plain(weight).astype(x.dtype), sums) for weight in weights]
 
 
 def _on_cpu(x: jax.Array, *weights: jax.Array, transposed: bool) -> list[jax.Array]:
     out = [
-        jax.ShapeDtypeStruct((x.shape[0], weight.shape[0 if transposed else 1]), jnp.float32)
+        jax.ShapeDtypeStruct((x.shape[0], columns_of(weight, transposed=transposed)), jnp.float32)
         for weight in weights
     ]
 
@@ -103,7 +110,7 @@ def _on_cpu(x: jax.Array, *weights: jax.Array, transposed: bool) -> list[jax.Arr
 
 @thin_product.def_abstract_eval
 def _shapes(x: Any, *weights: Any, transposed: bool) -> list[Any]:
-    return [x.update(shape=(x.shape[0], weight.shape[0 if transposed else 1])) for weight in weights]
+    return [x.update(shape=(x.shape[0], columns_of(weight, transposed=transposed))) for weight in weights]
 
 
 mlir.register_lowering(thin_product, mlir.lower_fun(_by_xla, multiple_results=True))
@@ -118,7 +125,7 @@ def _map(arrays: Any, axes: Any, *, transposed: bool) -> Any:
 batching.primitive_batchers[thin_product] = _map
 
 
-@joinable(thin_product, narrow=True)
+@joinable(thin_product, as_stored=True)
 def _together(x: Any, others: list[list[Any]], params: list[dict[str, Any]]) -> list[list[Any]] | None:
     if any(one != params[0] for one in params):
         return None

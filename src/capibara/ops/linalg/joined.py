@@ -6,12 +6,13 @@ The matrices stay where they are.
 
 The function is traced, and its equations are evaluated again, products of the same rows at the place of the first one
 of them. Primitives say how they are computed together (:func:`joinable`). A matrix of bfloat16 that was made float32
-for a product is read as it is stored, where the product can.
+for a product is read as it is stored, where the product can, and so is one that was made of panels.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal, Primitive
+
+from capibara.ops.linalg.panels import matrix_of_panels
 
 __all__ = ["Flat", "Step", "Value", "joinable", "joined", "named"]
 
@@ -30,23 +33,23 @@ _VIEWS = ("reshape", "squeeze", "convert_element_type")
 # returns are the results of each; None: they cannot be computed together.
 _Together = Callable[[Any, list[list[Any]], list[dict[str, Any]]], list[list[Any]] | None]
 _joinable: dict[Primitive, _Together] = {}
-_narrow: set[Primitive] = set()
+_as_stored: set[Primitive] = set()
 
 
-def joinable(primitive: Primitive, *, narrow: bool = False) -> Callable[[_Together], _Together]:
+def joinable(primitive: Primitive, *, as_stored: bool = False) -> Callable[[_Together], _Together]:
     """Say how equations of a primitive with the same first operand are computed together.
 
     The decorated function gets that operand, the other operands of each equation, and the parameters of each. It
     returns the results of each, or ``None`` where they have to be computed one by one.
 
     Args:
-      narrow: the other operands may be bfloat16, and mean what they would as float32.
+      as_stored: the other operands may be bfloat16, and mean what they would as float32; or matrices in panels.
     """
 
     def register(together: _Together) -> _Together:
         _joinable[primitive] = together
-        if narrow:
-            _narrow.add(primitive)
+        if as_stored:
+            _as_stored.add(primitive)
         return together
 
     return register
@@ -88,6 +91,15 @@ class Value:
     of_product: bool = False  # whether it depends on a product that may be joined
     aval: Any = None
     stored: Value | None = None  # the same numbers in bfloat16, of which these were made
+    panels: Value | None = None  # of which this was made, perhaps with another shape in between
+
+    def as_stored(self) -> Value:
+        """What a product reads instead of this matrix."""
+        value = self.stored or self
+        panels, (inner, columns) = value.panels, value.aval.shape if value.aval.ndim == 2 else (0, 0)
+        if panels is None or (inner, columns) != (panels.aval.shape[1], math.prod(panels.aval.shape[::2])):
+            return value
+        return panels
 
 
 @dataclass(eq=False)
@@ -123,8 +135,8 @@ class Flat:
 
         for eqn in jaxpr.eqns:
             ins = [read(v) for v in eqn.invars]
-            if eqn.primitive in _narrow:
-                ins[1:] = [value.stored or value for value in ins[1:]]
+            if eqn.primitive in _as_stored:
+                ins[1:] = [value.as_stored() for value in ins[1:]]
             inner = eqn.params.get("jaxpr") if eqn.primitive.name in _CALLS else None
             scope = _within(outer, str(eqn.source_info.name_stack))
             if inner is not None and _has_products(inner.jaxpr):
@@ -143,6 +155,7 @@ class Flat:
         if same not in self._views:
             (value,), (out,) = ins, self._add_step(eqn, ins, scope)
             if eqn.primitive.name != "convert_element_type":
+                out.panels = value.panels
                 if value.stored is not None:
                     (out.stored,) = self._add_view(eqn, [value.stored], scope)
                     out.stored.aval = out.aval.update(dtype=value.stored.aval.dtype)
@@ -155,6 +168,8 @@ class Flat:
         step = Step(eqn, ins, scope)
         touched = eqn.primitive in _joinable or any(value.of_product for value in ins)
         step.outs = [Value(None, step, touched, v.aval) for v in eqn.outvars]
+        if eqn.primitive is matrix_of_panels:
+            (step.outs[0].panels,) = ins
         self.steps.append(step)
         return step.outs
 

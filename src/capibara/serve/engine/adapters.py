@@ -50,7 +50,7 @@ class Adapters:
 
     Args:
       model: without adapters, of a published family. params: its parameters, some of which may be quantized.
-      room: for which adapters.
+      room: for which adapters. panels, donate: see :func:`~capibara.serve.engine.layers.layers_apart`.
 
     Attributes:
       model: the same with room for adapters. params: its parameters, with adapters that change nothing.
@@ -59,7 +59,9 @@ class Adapters:
       ConfigError: the model has adapters already, a number is out of range, or a target is unknown.
     """
 
-    def __init__(self, model: Any, params: Any, room: AdapterRoom) -> None:
+    def __init__(
+        self, model: Any, params: Any, room: AdapterRoom, *, panels: bool = False, donate: bool = False
+    ) -> None:
         if model.config.finetune.method != "full":
             raise ConfigError(
                 "adapters: the model has adapters of its own. Merge them first (model.merged())"
@@ -77,7 +79,7 @@ class Adapters:
         with self.model.backend.scope():
             fresh = only_adapters(self.model.with_adapters(params))
             self._none = jax.tree.map(jnp.zeros_like, fresh)
-        self._plain = layers_apart(self.model, params)
+        self._plain = layers_apart(self.model, params, panels=panels, donate=donate)
         self.params = self._with(self._none)
         self._lock = threading.Lock()
         self._loaded: dict[str, LoadedAdapter] = {}

@@ -191,7 +191,7 @@ def write_bundle(
         raise ConfigError(f"{os.fspath(folder)!r}: is there and holds something else. Name a new folder.")
     place.mkdir(parents=True, exist_ok=True)
     model = as_computed(model)
-    parts = layers_apart(model, params)
+    parts = layers_apart(model, params, panels=True)
     if pages is None:
         held = bytes_held(params, parts) + bytes_of_one_device(state)
         free = None if memory_bytes is None else memory_bytes - held

@@ -16,7 +16,7 @@ from capibara.core import ModularCapibaraModel
 from capibara.data import Tokenizer
 from capibara.memory.budget import device_budget
 from capibara.serve.engine.arrays import bytes_of_one_device, describe_arrays
-from capibara.serve.engine.layers import as_computed, bytes_held, layers_apart
+from capibara.serve.engine.layers import as_computed, bytes_held, layers_apart, room_for_panels
 from capibara.serve.engine.programs import Programs, pages_in_memory
 from capibara.serve.engine.steps import EngineSizes
 from capibara.serve.loaded import take_tokenizer
@@ -37,7 +37,8 @@ class Early(NamedTuple):
 class EarlyPrograms:
     """Traces and compiles what plain requests need, in a thread: only the shapes of weights have to be known.
 
-    For one CPU device, where neither part has the processor for itself alone.
+    For one CPU device, where neither part has the processor for itself alone, and an engine that is given the weights
+    for good (``donate_params``).
 
     Args:
       config: of the model. tokenizer: the folder of its tokenizer.
@@ -72,10 +73,11 @@ class EarlyPrograms:
             sizes = EngineSizes.of(model, **given)
             params, state = describe_arrays(model)
             model = as_computed(model)
-            parts = layers_apart(model, params)
+            panels = room_for_panels(params, donate=True, there=False)
+            parts = layers_apart(model, params, panels=panels)
             if pages is None:
                 # The engine will ask when the weights are there.
-                free = device_budget().free() - bytes_held(params, parts) - bytes_of_one_device(state)
+                free = device_budget().free() - bytes_held(params, parts, donate=True) - bytes_of_one_device(state)
                 most, kind = sizes.pages - 1, sizes.cache_dtype
                 pages = pages_in_memory(model, sizes.page_size, kind, least=sizes.table, most=most, free=free)
             sizes = dataclasses.replace(sizes, pages=1 + pages)

@@ -33,7 +33,7 @@ from capibara.serve.engine.adapters import AdapterRoom, Adapters
 from capibara.serve.engine.bundle import ProgramBundle
 from capibara.serve.engine.choosing import Asked, Choice, choose_tokens, start_choice
 from capibara.serve.engine.early import EarlyPrograms
-from capibara.serve.engine.layers import as_computed, layers_apart
+from capibara.serve.engine.layers import as_computed, layers_apart, room_for_panels
 from capibara.serve.engine.limits import check_request, is_integer
 from capibara.serve.engine.pages import PagePool
 from capibara.serve.engine.programs import Programs, pages_in_memory
@@ -66,6 +66,9 @@ class Engine:
     Args:
       model: a :class:`capibara.core.ModularCapibaraModel`, a decoder.
       params: its parameters, some of which may be quantized; by default the model's own. state: likewise.
+      donate_params: whether parameters that the engine keeps in another order may be deleted. On a CPU it copies the
+        matrices of float32 and bfloat16, for which products of a few rows are faster; of those that stay there are two
+        then, and where memory has no room for that, none is copied.
       tokenizer: by default the model's own. name: what clients call the model.
       max_batch: texts that are written at once.
       max_length: most tokens of a prompt and its answer; by default, and at most, ``model.max_sequence_length``.
@@ -102,6 +105,7 @@ class Engine:
         params: Any | None = None,
         *,
         state: Any | None = None,
+        donate_params: bool = False,
         tokenizer: Tokenizer | None = None,
         name: str = "capibara",
         max_batch: int = 16,
@@ -163,12 +167,13 @@ class Engine:
         params = model.params if params is None else params
         state = model.state if state is None else state
         model = as_computed(model)
-        weights = params
-        self._adapters = None if adapters is None else Adapters(model, params, adapters)
+        panels = bundle is not None or room_for_panels(params, donate=donate_params)
+        how = {"panels": panels, "donate": donate_params}
+        self._adapters = None if adapters is None else Adapters(model, params, adapters, **how)
         if self._adapters is not None:
             model, params = self._adapters.model, self._adapters.params
         self._model = model
-        self._params = params if self._adapters is not None else layers_apart(model, params)
+        self._params = params if self._adapters is not None else layers_apart(model, params, **how)
         self._state = state
         self._max_length, self._max_batch = sizes.max_length, max_batch
         self._vocabulary = settings.vocab_size
@@ -193,7 +198,7 @@ class Engine:
         self._cache = self._programs.empty_cache(sizes) if cache is None else cache
         del cache  # the first step uses it up
         # By address: a step uses the arrays of the cache up, and what it gives lies where they did.
-        self._large = spans_of((weights, self._cache))
+        self._large = spans_of((self._params, self._cache))
         self._speculation = speculation if use_cache else None
         self._draft: DraftModel | None = None
         if self._speculation is not None:
@@ -207,7 +212,7 @@ class Engine:
                     dtype=asked,
                     writable=self._writable,
                 )
-                self._large |= spans_of((self._draft.weights, self._draft.cache))
+                self._large |= spans_of((self._draft.params, self._draft.cache))
         self._numbers = itertools.count()
         self._lock = threading.RLock()
         self._there = threading.Condition(self._lock)

@@ -2,7 +2,7 @@
 
 CPUs compute in float32. XLA makes float32 of each matrix of 16 bits in each step, which takes several times as long as
 its product with a few rows. So a model of 16 bits computes in float32 there; matrices stay bfloat16, which kernels read
-as it is.
+as it is, and lie in panels (:mod:`capibara.ops.linalg.panels`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,27 @@ import numpy as np
 
 from capibara import native
 from capibara.compose.backends.jax_stacked import Layers
+from capibara.compose.initializers import Scaled
 from capibara.compress.coded import is_coded
+from capibara.memory.budget import device_budget
 from capibara.ops.linalg.chained import chained
 from capibara.ops.linalg.few_rows import LEAST_MATRIX, MOST_ROWS, few_rows
 from capibara.ops.linalg.joined import joined
+from capibara.ops.linalg.panels import PANEL, Panels, fit_panels, in_panels
 from capibara.ops.registry import for_platform
 from capibara.serve.engine.arrays import bytes_of_one_device
 
-__all__ = ["as_computed", "bytes_held", "cache_dtype_of", "in_float32", "layers_apart", "of_few_rows"]
+__all__ = [
+    "as_computed",
+    "bytes_held",
+    "cache_dtype_of",
+    "has_panels",
+    "in_float32",
+    "layers_apart",
+    "of_few_rows",
+    "room_for_panels",
+    "without_panels",
+]
 
 _NARROW = ("bfloat16", "float16")
 
@@ -55,19 +68,41 @@ def cache_dtype_of(model: Any) -> str | None:
     return own if own == "bfloat16" and _on_one_cpu(model) and native.problem() is None else None
 
 
-def layers_apart(model: Any, params: Any) -> Any:
+def room_for_panels(params: Any, *, donate: bool = False, there: bool = True) -> bool:
+    """Whether matrices can be put in panels, which are copies: they may take half of what is free.
+
+    Args:
+      donate: whether each is deleted when its copy is made. there: whether the parameters are in memory already.
+    """
+    sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)]
+    free = device_budget().free() - (0 if there else sum(sizes))
+    return 2 * (max(sizes, default=0) if donate else sum(sizes)) <= free
+
+
+def layers_apart(model: Any, params: Any, *, panels: bool = False, donate: bool = False) -> Any:
     """The parameters with those of repeated blocks as :class:`~capibara.compose.backends.jax_stacked.Layers`.
 
     They are views: on one CPU device no weight is copied, unless its dtype and shape leave layers unaligned, or it has
     16 bits and is no matrix of bfloat16 that kernels read. Elsewhere they come back as they are.
+
+    Args:
+      panels: put matrices that kernels multiply in :class:`~capibara.ops.linalg.panels.Panels`, which are copies.
+      donate: delete the matrices that were copied.
     """
     if not _on_one_cpu(model):
         return params
     params = in_float32(model, params, narrow=True)
+    panels = panels and not _has_codes(params) and native.problem() is None
     stacked = {path for path, spec in model.compiled.params.items() if spec.axes and spec.axes[0] == "layers"}
 
     def one(path: Any, leaf: Any) -> Any:
-        if tuple(step.key for step in path) not in stacked:
+        name = tuple(step.key for step in path)
+        if panels and (sides := _sides(model, name, leaf)) is not None:
+            found = _in_panels(leaf, sides, stacked=name in stacked)
+            if donate and isinstance(leaf, jax.Array):
+                leaf.delete()
+            return found
+        if name not in stacked:
             return leaf
         if is_coded(leaf):
             if not hasattr(leaf, "layers"):
@@ -80,15 +115,67 @@ def layers_apart(model: Any, params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_coded)
 
 
-def bytes_held(params: Any, parts: Any) -> int:
+def has_panels(params: Any) -> bool:
+    """Whether a matrix among parameters lies in panels."""
+    return any(map(_is_panels, jax.tree.leaves(params, is_leaf=_is_panels)))
+
+
+def without_panels(params: Any) -> Any:
+    """Parameters as the model takes them, in a program: each matrix as what its panels make."""
+    return jax.tree.map(
+        lambda leaf: leaf.matrix() if _is_panels(leaf) else leaf, params, is_leaf=_is_panels
+    )
+
+
+def _is_panels(leaf: Any) -> bool:
+    return isinstance(leaf, Panels)
+
+
+def _sides(model: Any, name: tuple[str, ...], leaf: Any) -> tuple[int, int] | None:
+    """Of a weight that rows are multiplied with: how long they are, and the results. ``None`` of other parameters."""
+    if name not in model.compiled.params:
+        return None
+    spec = model.compiled.params[name]
+    axes = spec.axes or ()
+    shape = leaf.shape[1 if axes[:1] == ("layers",) else 0 :]
+    summed = isinstance(spec.init, Scaled) and not spec.init.skip and spec.init.fan_in < len(shape)
+    if not summed or name[-1] != "weight" or "conv" in axes or not _is_multiplied(model, name):
+        return None
+    inner, columns = math.prod(shape[: spec.init.fan_in]), math.prod(shape[spec.init.fan_in :])
+    large = inner * columns >= LEAST_MATRIX
+    return (inner, columns) if large and fit_panels(inner, columns, leaf.dtype) else None
+
+
+def _is_multiplied(model: Any, name: tuple[str, ...]) -> bool:
+    """Whether rows are multiplied with a weight as it is: of experts, and inside of attention over latents, XLA
+    multiplies."""
+    return "experts" not in (model.compiled.params[name].axes or ()) and "latent_up" not in name
+
+
+def _in_panels(leaf: Any, sides: tuple[int, int], *, stacked: bool) -> Any:
+    shape = leaf.shape[1:] if stacked else leaf.shape
+    inner, columns = sides
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        one = jax.ShapeDtypeStruct((columns // PANEL, inner, PANEL), leaf.dtype)
+        parts = [one] * (leaf.shape[0] if stacked else 1)
+    else:
+        parts = in_panels(np.asarray(leaf).reshape(-1, inner, columns))
+        parts = [jax.device_put(part, may_alias=True) for part in parts]
+    made = [Panels(part, shape) for part in parts]
+    return Layers(made) if stacked else made[0]
+
+
+def bytes_held(params: Any, parts: Any, *, donate: bool = False) -> int:
     """Bytes of a device for parameters that were given and what :func:`layers_apart` made of them.
 
-    Views take none, what became float32 does, while what it was made of may still be held.
+    Views take none, what became float32 does, while what it was made of may still be held; panels do if what they were
+    made of is not deleted.
     """
     given, made = (jax.tree.leaves(tree) for tree in (params, parts))
     narrow, wide = ([leaf for leaf in tree if leaf.dtype.name in _NARROW] for tree in (given, made))
     widened = sum(leaf.size for leaf in narrow) - sum(leaf.size for leaf in wide)
-    return bytes_of_one_device(params) + 4 * widened
+    copies = [] if donate else filter(_is_panels, jax.tree.leaves(parts, is_leaf=_is_panels))
+    return bytes_of_one_device(params) + 4 * widened + bytes_of_one_device([copy.panels for copy in copies])
 
 
 def in_float32(model: Any, params: Any, *, narrow: bool = False) -> Any:
@@ -99,8 +186,7 @@ def in_float32(model: Any, params: Any, *, narrow: bool = False) -> Any:
     """
     if not _on_one_cpu(model) or model.config.precision.compute_dtype != "float32":
         return params
-    coded = any(map(is_coded, jax.tree.leaves(params, is_leaf=is_coded)))
-    narrow = narrow and not coded and native.problem() is None
+    narrow = narrow and not _has_codes(params) and native.problem() is None
 
     def one(path: Any, leaf: Any) -> Any:
         if is_coded(leaf) or leaf.dtype.name not in _NARROW:
@@ -108,15 +194,17 @@ def in_float32(model: Any, params: Any, *, narrow: bool = False) -> Any:
         name = tuple(step.key for step in path)
         axes = model.compiled.params[name].axes or ()
         size = math.prod(leaf.shape[1 if axes[:1] == ("layers",) else 0 :])
-        # Of experts, and inside of attention over latents, XLA multiplies.
-        plain = "experts" not in axes and "latent_up" not in name
-        if narrow and plain and leaf.dtype == jnp.bfloat16 and size >= LEAST_MATRIX:
+        if narrow and _is_multiplied(model, name) and leaf.dtype == jnp.bfloat16 and size >= LEAST_MATRIX:
             return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
         return leaf.astype(jnp.float32)
 
     return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_coded)
+
+
+def _has_codes(params: Any) -> bool:
+    return any(map(is_coded, jax.tree.leaves(params, is_leaf=is_coded)))
 
 
 def _cut(array: Any) -> list[Any]:
@@ -133,7 +221,7 @@ def of_few_rows(model: Any, params: Any, function: Callable[..., Any], *, tokens
     """
     if not _on_one_cpu(model):
         return function
-    coded = any(map(is_coded, jax.tree.leaves(params, is_leaf=is_coded)))
+    coded = _has_codes(params)
 
     @functools.wraps(function)
     def run(*given: Any) -> Any:

@@ -26,6 +26,7 @@ from capibara.ops.linalg.chained import chained
 from capibara.ops.linalg.few_rows import MOST_ROWS, few_rows
 from capibara.ops.linalg.joined import joined
 from capibara.ops.registry import for_platform
+from capibara.serve.engine.layers import has_panels, without_panels
 from capibara.serve.engine.several import TokenLoop, Written, one_token, several_tokens
 from capibara.serve.engine.steps import EngineSizes
 from capibara.serve.row_sampling import Changes, Chosen, SamplingRows, choose, choose_alone, rows_of
@@ -209,11 +210,12 @@ class Programs:
 
         whole = self._tree.unflatten(self._leaves)
         coded = any(map(is_coded, jax.tree_util.tree_leaves(whole, is_leaf=is_coded)))
+        panels = has_panels(whole)
 
         def decoded(params: Any, state: Any, cache: Any, inputs: Any) -> Any:
             # Products with codes are found by what they are in plain JAX.
-            with contextlib.nullcontext() if coded else few_rows():
-                return model.decode_pages(params, inputs, cache, shape, state=state)
+            with contextlib.nullcontext() if coded else few_rows(panels=panels):
+                return model.decode_pages(without_panels(params), inputs, cache, shape, state=state)
 
         run: Callable[..., Any] = decoded
         if coded:

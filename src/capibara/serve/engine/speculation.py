@@ -22,7 +22,7 @@ from capibara.core.encoders import require_decoder
 from capibara.core.paged import StepShape
 from capibara.errors import ConfigError
 from capibara.serve.engine.choosing import Asked, choose_tokens
-from capibara.serve.engine.layers import as_computed, cache_dtype_of, layers_apart
+from capibara.serve.engine.layers import as_computed, cache_dtype_of, layers_apart, room_for_panels
 from capibara.serve.engine.programs import Programs
 from capibara.serve.engine.sequences import Sequence
 
@@ -125,12 +125,12 @@ class DraftModel:
     ) -> None:
         model = settings.draft
         assert model is not None
-        self.weights = model.params if settings.params is None else settings.params
+        weights = model.params if settings.params is None else settings.params
         state = model.state if settings.state is None else settings.state
         dtype = cache_dtype_of(model) if dtype is None else dtype
         model = as_computed(model)
-        params = layers_apart(model, self.weights)
-        self.programs = Programs(model, params, state, writable=writable)
+        self.params = layers_apart(model, weights, panels=room_for_panels(weights))
+        self.programs = Programs(model, self.params, state, writable=writable)
         self._vocabulary = model.config.model.vocab_size
         with model.backend.scope():
             self.cache = model.init_pages(pages, page_size, slots, dtype=dtype)

@@ -1,0 +1,30 @@
+// Matrices in panels, made of such in rows. Called through ctypes.
+#include <cstring>
+
+#include "numbers.h"
+
+#define CAPIBARA_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+constexpr int64_t kTogether = 8;  // panels: pieces of rows that the processor foresees, and lines that it writes in turn
+
+template <int64_t bytes>
+void to_panels(const char* from, int64_t inner, int64_t columns, int64_t first, int64_t last, char* to) {
+  constexpr int64_t row = capibara::kPanelColumns * bytes;
+  for (int64_t begin = first; begin < last; begin += kTogether) {
+    const int64_t end = begin + kTogether < last ? begin + kTogether : last;
+    for (int64_t k = 0; k < inner; ++k)
+      for (int64_t panel = begin; panel < end; ++panel)
+        std::memcpy(to + (panel * inner + k) * row, from + k * columns * bytes + panel * row, row);
+  }
+}
+
+}  // namespace
+
+// Panels `first` to `last` of a matrix [inner, columns] of float32, or bfloat16 if narrow; whole panels only.
+CAPIBARA_EXPORT void capibara_to_panels(const void* from, int64_t inner, int64_t columns, int32_t narrow, int64_t first,
+                                        int64_t last, void* to) {
+  const auto run = narrow != 0 ? to_panels<2> : to_panels<4>;
+  run(static_cast<const char*>(from), inner, columns, first, last, static_cast<char*>(to));
+}
