@@ -66,6 +66,20 @@ def test_weights_of_several_pages_move_and_stay_as_they_are():
     np.testing.assert_array_equal(array, np.arange(16 << 20, dtype=np.float32) + 1)
 
 
+def test_what_lies_side_by_side_is_one() -> None:
+    """Layers are parts of one array, most of them smaller than a large page."""
+    if large_pages._large_page() != LARGE:
+        pytest.skip("no large pages of 2 MiB here")
+    memory = np.zeros(LARGE + 64, np.uint8)
+    begin = -memory.ctypes.data % 64
+    whole = memory[begin : begin + LARGE].view(np.float32).reshape(8, -1)
+    parts = [jax.device_put(part, may_alias=True) for part in whole]
+    start = whole.ctypes.data
+    assert [part.unsafe_buffer_pointer() - start for part in parts] == [i * LARGE // 8 for i in range(8)]
+    assert spans_of({"layers": parts[::-1], "again": parts[2], "small": made(8)}) == {(start, LARGE)}
+    assert spans_of(parts[:3] + parts[4:]) == set()
+
+
 def test_a_system_without_large_pages_is_left_alone(monkeypatch, tmp_path):
     check_left_alone(monkeypatch, tmp_path / "nothing")
 

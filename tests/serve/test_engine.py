@@ -543,11 +543,10 @@ def test_the_first_request_does_not_wait_for_large_pages(monkeypatch: pytest.Mon
 def test_whole_weights_and_pages_go_into_large_pages(
     adapters: AdapterRoom | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers are views of them, most of them smaller than a large page."""
     model = engine_model("grouped")
     asked: list[Any] = []
     monkeypatch.setattr("capibara.serve.engine.engine.spans_of", lambda tree: asked.append(tree) or set())
-    with Engine(model, max_batch=2, page_size=16, warm=False, adapters=adapters):
+    with Engine(model, max_batch=2, page_size=16, warm=False, adapters=adapters) as engine:
         ((weights, cache),) = asked
-        assert weights is model.params
+        assert weights is engine._params
         assert all(leaf.size for leaf in jax.tree.leaves(cache))

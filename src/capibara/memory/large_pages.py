@@ -23,9 +23,9 @@ _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 def spans_of(tree: Any) -> set[tuple[int, int]]:
     """Addresses and bytes of arrays on CPU devices that fill large pages, for :func:`ask_for_large_pages`.
 
-    Only of what is a ``jax.Array`` with all its shards here; those that lie side by side are one. To move a gigabyte takes between a quarter of a second
-    and, where memory is in pieces or a guest's, four seconds; addresses and values stay. Of arrays over a mapped file
-    the system decides.
+    Only of what is a ``jax.Array`` with all its shards here; those that lie side by side are one. To move a gigabyte
+    takes between a quarter of a second and, where memory is in pieces or a guest's, four seconds; addresses and values
+    stay. Of arrays over a mapped file the system decides.
 
     Args:
       tree: nested arrays.

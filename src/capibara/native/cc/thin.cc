@@ -21,8 +21,8 @@ ffi::Error refuse(const char* why) {
 
 bool is_matrix(const ffi::AnyBuffer& x) { return x.element_type() == ffi::F32 && x.dimensions().size() == 2; }
 
-// x [rows, inner]; of each matrix w [inner, columns], which may lie in panels, or, transposed, [columns, inner], float32
-// or bfloat16; out [rows, columns].
+// x [rows, inner]; of each matrix w [inner, columns], in panels or, if it has two axes and is transposed, [columns,
+// inner], float32 or bfloat16; out [rows, columns].
 ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs matrices, ffi::RemainingRets results,
                    int64_t transposed) {
   if (!is_matrix(x) || matrices.size() != results.size() || matrices.size() == 0)
@@ -38,9 +38,9 @@ ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs ma
       return refuse("the arrays must be float32 with two axes; matrices may be bfloat16, and lie in panels");
     p.w = matrix.numbers, p.panels = matrix.panels;
     p.rows = x.dimensions()[0], p.inner = x.dimensions()[1], p.columns = (*out)->dimensions()[1];
-    p.by_column = transposed != 0;
+    p.by_column = transposed != 0 && !p.panels;
     if ((*out)->dimensions()[0] != p.rows || (p.by_column ? matrix.columns : matrix.rows) != p.inner ||
-        (p.by_column ? matrix.rows : matrix.columns) != p.columns || (p.by_column && p.panels))
+        (p.by_column ? matrix.rows : matrix.columns) != p.columns)
       return refuse("the arrays' shapes do not fit together");
     p.threads = std::max<int64_t>(pool.num_threads(), 1);
     p.x = static_cast<const float*>(x.untyped_data());

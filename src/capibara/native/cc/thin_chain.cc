@@ -30,7 +30,7 @@ ffi::Error refuse(const char* why) {
 // An operation is four numbers: its kind, two arrays, and one more. Arrays are counted: first the arguments, then the
 // result of each operation.
 enum Kind : int64_t {
-  kProduct,  // of rows with a matrix; transposed or not
+  kProduct,  // of rows with a matrix; whether one of two axes is transposed
   kAdd,
   kGate,  // a * logistic(a) * b
   kNorm,  // of rows, by a scale for each column; the bits of epsilon
@@ -273,9 +273,9 @@ ffi::Error chain(ffi::ThreadPool pool, ffi::RemainingArgs arrays, ffi::Remaining
       return refuse("what is no matrix must be float32, matrices of numbers float32 or bfloat16");
     bool fits = a.rows == rows;
     if (op[0] == kProduct) {
-      width = op[3] != 0 ? b.rows : b.width;
-      fits = fits && (op[3] != 0 ? b.width : b.rows) == a.width && op[2] < static_cast<int64_t>(given) &&
-             !(b.panels && op[3] != 0);
+      const bool by_column = op[3] != 0 && !b.panels;
+      width = by_column ? b.rows : b.width;
+      fits = fits && (by_column ? b.width : b.rows) == a.width && op[2] < static_cast<int64_t>(given);
     } else if (op[0] == kCodes) {
       const char* const why = read_matrix(coded[i], buffers, op[2], matrices, op[3]);
       if (why != nullptr) return refuse(why);
@@ -314,7 +314,9 @@ ffi::Error chain(ffi::ThreadPool pool, ffi::RemainingArgs arrays, ffi::Remaining
       const int32_t bits = static_cast<int32_t>(op[3]);
       __builtin_memcpy(&one.epsilon, &bits, sizeof bits);
     } else if (op[0] == kProduct) {
-      const capibara::ThinProduct p{rows, a.width, out.width, threads, a.floats(), b.at, op[3] != 0, b.panels, places[i], nullptr};
+      const bool by_column = op[3] != 0 && !b.panels;
+      const capibara::ThinProduct p{rows, a.width,   out.width, threads,   a.floats(),
+                                    b.at, by_column, b.panels,  places[i], nullptr};
       one.product = product_of(p, *capibara::isa().thin);
     } else if (op[0] == kCodes) {
       capibara::CodesProduct& p = coded[i];

@@ -25,11 +25,11 @@ from jax.interpreters import batching, mlir
 
 from capibara import native
 from capibara.measure.flops import register_foreign_call
-from capibara.ops.linalg.joined import joinable
-from capibara.ops.linalg.panels import columns_of, plain
+from capibara.ops.linalg.joined import joinable, read_as_stored
+from capibara.ops.linalg.panels import columns_of, plain, rows_of_table, table_rows
 from capibara.ops.one_device import compile_calls, native_call, on_one_device
 
-__all__ = ["LEAST_MATRIX", "MOST_ROWS", "few_rows", "product", "takes", "thin_product"]
+__all__ = ["LEAST_MATRIX", "MOST_ROWS", "few_rows", "lookup", "product", "takes", "thin_product"]
 
 MOST_ROWS = 16
 LEAST_MATRIX = 1 << 16
@@ -66,12 +66,21 @@ def few_rows(*, panels: bool = False) -> Iterator[None]:
 def takes(x: jax.Array, weight: jax.Array, accumulate: str, *, transposed: bool = False) -> bool:
     """Whether :func:`product` computes ``x [rows, inner]`` times this matrix."""
     return (
-        1 <= x.shape[0] <= min(_most.get(), MOST_ROWS if transposed else sys.maxsize)
+        1 <= x.shape[0] <= (min(_most.get(), MOST_ROWS) if transposed and not _panels() else _most.get())
         and math.prod(weight.shape) >= LEAST_MATRIX
         and x.dtype == jnp.dtype(accumulate) == jnp.float32
         and weight.dtype in (jnp.float32, jnp.bfloat16)
         and native.problem() is None
     )
+
+
+def _panels() -> bool:
+    return _most.get() == sys.maxsize
+
+
+def lookup(table: jax.Array, indices: jax.Array) -> jax.Array:
+    """``jnp.take(table, indices, axis=0, mode="clip")``; of a table that is made of panels, where there are such."""
+    return table_rows(table, indices) if _panels() else jnp.take(table, indices, axis=0, mode="clip")
 
 
 def product(x: jax.Array, weight: jax.Array, *, transposed: bool = False) -> jax.Array:
@@ -90,8 +99,13 @@ def product(x: jax.Array, weight: jax.Array, *, transposed: bool = False) -> jax
 
 
 def _by_xla(x: jax.Array, *weights: jax.Array, transposed: bool) -> list[jax.Array]:
-    sums = (((1,), (1 if transposed else 0,)), ((), ()))
-    return [lax.dot_general(x, plain(weight).astype(x.dtype), sums) for weight in weights]
+    return [_one_by_xla(x, weight, transposed) for weight in weights]
+
+
+def _one_by_xla(x: jax.Array, weight: jax.Array, transposed: bool) -> jax.Array:
+    if weight.ndim == 3:
+        weight, transposed = plain(weight), False
+    return lax.dot_general(x, weight.astype(x.dtype), (((1,), (1 if transposed else 0,)), ((), ())))
 
 
 def _on_cpu(x: jax.Array, *weights: jax.Array, transposed: bool) -> list[jax.Array]:
@@ -101,9 +115,11 @@ def _on_cpu(x: jax.Array, *weights: jax.Array, transposed: bool) -> list[jax.Arr
     ]
 
     def by_kernel(x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
-        if x.shape[0] > MOST_ROWS and not transposed:
+        if x.shape[0] <= MOST_ROWS:
+            return list(native_call("capibara_thin_product", out, x, *weights, transposed=int(transposed)))
+        if not transposed or all(weight.ndim == 3 for weight in weights):
             return list(native_call("capibara_products", out, x, *weights))
-        return list(native_call("capibara_thin_product", out, x, *weights, transposed=int(transposed)))
+        return _by_xla(x, *weights, transposed=True)
 
     return on_one_device(by_kernel, functools.partial(_by_xla, transposed=transposed), x, *weights)
 
@@ -125,7 +141,11 @@ def _map(arrays: Any, axes: Any, *, transposed: bool) -> Any:
 batching.primitive_batchers[thin_product] = _map
 
 
-@joinable(thin_product, as_stored=True)
+read_as_stored(thin_product, lambda params: params["transposed"])
+read_as_stored(rows_of_table, lambda _: True)
+
+
+@joinable(thin_product)
 def _together(x: Any, others: list[list[Any]], params: list[dict[str, Any]]) -> list[list[Any]] | None:
     if any(one != params[0] for one in params):
         return None

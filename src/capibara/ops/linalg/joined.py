@@ -12,7 +12,6 @@ for a product is read as it is stored, where the product can, and so is one that
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from jax.extend.core import Literal, Primitive
 
 from capibara.ops.linalg.panels import matrix_of_panels
 
-__all__ = ["Flat", "Step", "Value", "joinable", "joined", "named"]
+__all__ = ["Flat", "Step", "Value", "joinable", "joined", "named", "read_as_stored"]
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call")
 # The same of the same operand is computed once: products see their rows through these.
@@ -33,26 +32,30 @@ _VIEWS = ("reshape", "squeeze", "convert_element_type")
 # returns are the results of each; None: they cannot be computed together.
 _Together = Callable[[Any, list[list[Any]], list[dict[str, Any]]], list[list[Any]] | None]
 _joinable: dict[Primitive, _Together] = {}
-_as_stored: set[Primitive] = set()
+_as_stored: dict[Primitive, Callable[[dict[str, Any]], bool]] = {}
 
 
-def joinable(primitive: Primitive, *, as_stored: bool = False) -> Callable[[_Together], _Together]:
+def joinable(primitive: Primitive) -> Callable[[_Together], _Together]:
     """Say how equations of a primitive with the same first operand are computed together.
 
     The decorated function gets that operand, the other operands of each equation, and the parameters of each. It
     returns the results of each, or ``None`` where they have to be computed one by one.
-
-    Args:
-      as_stored: the other operands may be bfloat16, and mean what they would as float32; or matrices in panels.
     """
 
     def register(together: _Together) -> _Together:
         _joinable[primitive] = together
-        if as_stored:
-            _as_stored.add(primitive)
         return together
 
     return register
+
+
+def read_as_stored(primitive: Primitive, transposed: Callable[[dict[str, Any]], bool]) -> None:
+    """Say that operands after the first may be what they were made of: bfloat16, or matrices in panels.
+
+    Args:
+      transposed: of an equation's parameters, whether matrices that lie in panels are transposed before it reads them.
+    """
+    _as_stored[primitive] = transposed
 
 
 def joined(
@@ -91,15 +94,19 @@ class Value:
     of_product: bool = False  # whether it depends on a product that may be joined
     aval: Any = None
     stored: Value | None = None  # the same numbers in bfloat16, of which these were made
-    panels: Value | None = None  # of which this was made, perhaps with another shape in between
+    made_by: Step | None = None  # makes it of panels, perhaps with another shape in between
 
-    def as_stored(self) -> Value:
-        """What a product reads instead of this matrix."""
+    def as_stored(self, transposed: bool) -> Value:
+        """What is read instead of this matrix."""
         value = self.stored or self
-        panels, (inner, columns) = value.panels, value.aval.shape if value.aval.ndim == 2 else (0, 0)
-        if panels is None or (inner, columns) != (panels.aval.shape[1], math.prod(panels.aval.shape[::2])):
+        made = value.made_by
+        if (
+            made is None
+            or made.eqn.params["transposed"] != transposed
+            or made.outs[0].aval.shape != value.aval.shape
+        ):
             return value
-        return panels
+        return made.ins[0]
 
 
 @dataclass(eq=False)
@@ -136,7 +143,8 @@ class Flat:
         for eqn in jaxpr.eqns:
             ins = [read(v) for v in eqn.invars]
             if eqn.primitive in _as_stored:
-                ins[1:] = [value.as_stored() for value in ins[1:]]
+                transposed = _as_stored[eqn.primitive](eqn.params)
+                ins[1:] = [value.as_stored(transposed) for value in ins[1:]]
             inner = eqn.params.get("jaxpr") if eqn.primitive.name in _CALLS else None
             scope = _within(outer, str(eqn.source_info.name_stack))
             if inner is not None and _has_products(inner.jaxpr):
@@ -155,7 +163,7 @@ class Flat:
         if same not in self._views:
             (value,), (out,) = ins, self._add_step(eqn, ins, scope)
             if eqn.primitive.name != "convert_element_type":
-                out.panels = value.panels
+                out.made_by = value.made_by
                 if value.stored is not None:
                     (out.stored,) = self._add_view(eqn, [value.stored], scope)
                     out.stored.aval = out.aval.update(dtype=value.stored.aval.dtype)
@@ -169,7 +177,7 @@ class Flat:
         touched = eqn.primitive in _joinable or any(value.of_product for value in ins)
         step.outs = [Value(None, step, touched, v.aval) for v in eqn.outvars]
         if eqn.primitive is matrix_of_panels:
-            (step.outs[0].panels,) = ins
+            step.outs[0].made_by = step
         self.steps.append(step)
         return step.outs
 

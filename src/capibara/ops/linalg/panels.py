@@ -2,12 +2,13 @@
 
 A product of eight rows is bound by arithmetic as much as by memory: sums have to stay in registers, so few columns are
 summed at a time, and of a matrix ``[inner, columns]`` these lie far apart. In panels of 16 columns, ``[columns / 16,
-inner, 16]``, they lie side by side, and the matrix is read from its beginning to its end (the packed operand of Goto and
-van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008). What has to be multiplied many times is put in
+inner, 16]``, they lie side by side, and the matrix is read from its beginning to its end (the packed operand of Goto
+and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008). What is multiplied many times is put in
 panels once.
 
 In a program the matrix is made of its panels (:meth:`Panels.matrix`), and
-:func:`capibara.ops.linalg.joined.joined` gives products that can read them the panels themselves.
+:func:`capibara.ops.linalg.joined.joined` gives what can read them the panels themselves: products, and lookups of
+rows in a table that is multiplied, too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -29,7 +30,17 @@ from jax.interpreters import batching, mlir
 from capibara.native.loading import open_library
 from capibara.ops.one_device import compile_calls
 
-__all__ = ["PANEL", "Panels", "columns_of", "fit_panels", "in_panels", "matrix_of_panels", "plain"]
+__all__ = [
+    "PANEL",
+    "Panels",
+    "columns_of",
+    "fit_panels",
+    "in_panels",
+    "matrix_of_panels",
+    "plain",
+    "rows_of_table",
+    "table_rows",
+]
 
 PANEL = 16
 """Columns of a panel."""
@@ -37,7 +48,9 @@ _DTYPES = (jnp.float32, jnp.bfloat16)
 _LINE = 64  # bytes: JAX takes arrays on CPUs as they are if they begin a line of the cache
 
 matrix_of_panels = Primitive("capibara_matrix_of_panels")
+rows_of_table = Primitive("capibara_rows_of_table")
 compile_calls(matrix_of_panels)
+compile_calls(rows_of_table)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -46,11 +59,12 @@ class Panels:
 
     Args:
       panels: ``[columns / 16, inner, 16]``, float32 or bfloat16.
-      shape: of the weight, whose first or last axes together are the columns or the inner ones.
+      shape: of the weight, whose first axes together are the inner ones, and whose last ones are the columns.
+      transposed: the other way round, as in a table whose rows are scored.
     """
 
-    def __init__(self, panels: Any, shape: Sequence[int]) -> None:
-        self.panels, self.shape = panels, tuple(shape)
+    def __init__(self, panels: Any, shape: Sequence[int], transposed: bool = False) -> None:
+        self.panels, self.shape, self.transposed = panels, tuple(shape), transposed
 
     @property
     def dtype(self) -> Any:
@@ -61,27 +75,36 @@ class Panels:
         return math.prod(self.shape)
 
     def matrix(self) -> jax.Array:
-        """The weight itself: ``panels.transpose(1, 0, 2).reshape(shape)``."""
-        return matrix_of_panels.bind(self.panels).reshape(self.shape)
+        """The weight itself: ``panels.swapaxes(0, 1).reshape(shape)``; of a transposed one
+        ``panels.swapaxes(1, 2).reshape(shape)``."""
+        return matrix_of_panels.bind(self.panels, transposed=self.transposed).reshape(self.shape)
 
-    def tree_flatten(self) -> tuple[tuple[Any], tuple[int, ...]]:
-        return (self.panels,), self.shape
+    def tree_flatten(self) -> tuple[tuple[Any], tuple[tuple[int, ...], bool]]:
+        return (self.panels,), (self.shape, self.transposed)
 
     @classmethod
-    def tree_unflatten(cls, shape: tuple[int, ...], children: Sequence[Any]) -> Panels:
-        return cls(children[0], shape)
+    def tree_unflatten(cls, kept: tuple[tuple[int, ...], bool], children: Sequence[Any]) -> Panels:
+        return cls(children[0], *kept)
 
 
 def columns_of(matrix: Any, *, transposed: bool = False) -> int:
-    """Of a matrix, which may lie in panels."""
+    """Of a matrix: in panels, or with two axes and then perhaps transposed."""
     if len(matrix.shape) == 3:
         return matrix.shape[0] * PANEL
     return matrix.shape[0 if transposed else 1]
 
 
-def plain(matrix: jax.Array) -> jax.Array:
-    """A matrix as ``[inner, columns]``, which may lie in panels."""
-    return _by_xla(matrix) if matrix.ndim == 3 else matrix
+def plain(panels: jax.Array, *, transposed: bool = False) -> jax.Array:
+    """The matrix ``[inner, columns]`` that lies in panels, or its transpose."""
+    count, inner, _ = panels.shape
+    if transposed:
+        return jnp.swapaxes(panels, 1, 2).reshape(count * PANEL, inner)
+    return jnp.swapaxes(panels, 0, 1).reshape(inner, count * PANEL)
+
+
+def table_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
+    """``jnp.take(table, indices, axis=0, mode="clip")``; has no derivative."""
+    return rows_of_table.bind(indices, table, dtype=table.dtype)
 
 
 def fit_panels(inner: int, columns: int, dtype: Any) -> bool:
@@ -90,68 +113,82 @@ def fit_panels(inner: int, columns: int, dtype: Any) -> bool:
     return inner > 0 and columns > 0 and columns % PANEL == 0 and dtype in _DTYPES and lines
 
 
-def in_panels(matrices: np.ndarray) -> np.ndarray:
+def in_panels(matrices: np.ndarray, *, transposed: bool = False) -> np.ndarray:
     """Several matrices in panels, on all processors.
 
     Args:
-      matrices: ``[count, inner, columns]`` that :func:`fit_panels`.
+      matrices: ``[count, inner, columns]`` that :func:`fit_panels`; transposed ``[count, columns, inner]``.
 
     Returns:
-        ``[count, columns / 16, inner, 16]``: ``matrices.reshape(count, inner, -1, 16).swapaxes(1, 2)``, copied. It begins a
-        line of the cache.
+        ``[count, columns / 16, inner, 16]``, copied: ``matrices.reshape(count, inner, -1, 16).swapaxes(1, 2)``, or
+        transposed ``matrices.reshape(count, -1, 16, inner).swapaxes(2, 3)``. It begins a line of the cache.
+
+    Raises:
+      NotImplementedError: there is no compiled library; the message says why.
     """
-    count, inner, columns = matrices.shape
     matrices = np.ascontiguousarray(matrices)
-    pack, panels = _pack(), columns // PANEL
+    count, *sides = matrices.shape
+    inner, columns = reversed(sides) if transposed else sides
+    pack, panels = _packing(transposed), columns // PANEL
     memory = np.empty(matrices.nbytes + _LINE, np.uint8)
     begin = -memory.ctypes.data % _LINE
     out = memory[begin : begin + matrices.nbytes].view(matrices.dtype).reshape(count, panels, inner, PANEL)
     narrow, size = matrices.dtype.itemsize == 2, matrices[0].nbytes
+    shape = (inner,) if transposed else (inner, columns)
     workers = os.cpu_count() or 1
     share = -(-panels // max(1, -(-workers // count)))
 
     def part(place: tuple[int, int]) -> None:
         one, first = place
-        pack(
-            matrices.ctypes.data + one * size,
-            inner,
-            columns,
-            narrow,
-            first,
-            min(first + share, panels),
-            out.ctypes.data + one * size,
-        )
+        given, to = (array.ctypes.data + one * size for array in (matrices, out))
+        pack(given, *shape, narrow, first, min(first + share, panels), to)
 
-    places = [(one, first) for one in range(count) for first in range(0, panels, share)]
     with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(part, places))
+        list(pool.map(part, ((one, first) for one in range(count) for first in range(0, panels, share))))
     return out
 
 
 @cache
-def _pack() -> Callable[..., None]:
+def _packing(transposed: bool) -> Callable[..., None]:
     library, reason = open_library()
     if library is None:
         raise NotImplementedError(reason)
-    pack = library.capibara_to_panels
+    pack = library.capibara_turned_to_panels if transposed else library.capibara_to_panels
     pointer, size = ctypes.c_void_p, ctypes.c_int64
-    pack.argtypes, pack.restype = (pointer, size, size, ctypes.c_int32, size, size, pointer), None
+    shape = (size,) if transposed else (size, size)
+    pack.argtypes, pack.restype = (pointer, *shape, ctypes.c_int32, size, size, pointer), None
     return pack
 
 
-def _by_xla(panels: jax.Array) -> jax.Array:
-    count, inner, _ = panels.shape
-    return jnp.swapaxes(panels, 0, 1).reshape(inner, count * PANEL)
-
-
 @matrix_of_panels.def_abstract_eval
-def _shape(panels: Any) -> Any:
-    return panels.update(shape=(panels.shape[1], panels.shape[0] * PANEL))
+def _shape(panels: Any, *, transposed: bool) -> Any:
+    sides = panels.shape[1], panels.shape[0] * PANEL
+    return panels.update(shape=sides[::-1] if transposed else sides)
 
 
-def _map(arrays: Any, axes: Any) -> Any:
-    return jax.vmap(_by_xla, axes)(*arrays), 0
+@rows_of_table.def_abstract_eval
+def _rows_shape(indices: Any, table: Any, *, dtype: Any) -> Any:
+    inner = table.shape[1]
+    return indices.update(shape=(*indices.shape, inner), dtype=dtype)
 
 
-mlir.register_lowering(matrix_of_panels, mlir.lower_fun(_by_xla, multiple_results=False))
-batching.primitive_batchers[matrix_of_panels] = _map
+def _look_up(indices: jax.Array, table: jax.Array, *, dtype: Any) -> jax.Array:
+    if table.ndim == 2:
+        return jnp.take(table, indices, axis=0, mode="clip").astype(dtype)
+    places = jnp.clip(indices, 0, table.shape[0] * PANEL - 1)
+    rows = table.at[places // PANEL, :, places % PANEL]
+    return rows.get(mode="promise_in_bounds").astype(dtype)
+
+
+def _made(panels: jax.Array, *, transposed: bool) -> jax.Array:
+    with jax.named_scope("matrix_of_panels"):  # which profiles show
+        return plain(panels, transposed=transposed)
+
+
+def _mapped(function: Callable[..., jax.Array], arrays: Any, axes: Any, **params: Any) -> Any:
+    return jax.vmap(partial(function, **params), tuple(axes))(*arrays), 0
+
+
+for _primitive, _function in ((matrix_of_panels, _made), (rows_of_table, _look_up)):
+    mlir.register_lowering(_primitive, mlir.lower_fun(_function, multiple_results=False))
+    batching.primitive_batchers[_primitive] = partial(_mapped, _function)

@@ -77,7 +77,11 @@ class EarlyPrograms:
             parts = layers_apart(model, params, panels=panels)
             if pages is None:
                 # The engine will ask when the weights are there.
-                free = device_budget().free() - bytes_held(params, parts, donate=True) - bytes_of_one_device(state)
+                free = (
+                    device_budget().free()
+                    - bytes_held(params, parts, donate=True)
+                    - bytes_of_one_device(state)
+                )
                 most, kind = sizes.pages - 1, sizes.cache_dtype
                 pages = pages_in_memory(model, sizes.page_size, kind, least=sizes.table, most=most, free=free)
             sizes = dataclasses.replace(sizes, pages=1 + pages)

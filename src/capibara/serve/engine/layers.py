@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 _NARROW = ("bfloat16", "float16")
+_TABLE = ("embedding", "weight")
 
 
 def _on_one_cpu(model: Any) -> bool:
@@ -98,7 +99,8 @@ def layers_apart(model: Any, params: Any, *, panels: bool = False, donate: bool 
     def one(path: Any, leaf: Any) -> Any:
         name = tuple(step.key for step in path)
         if panels and (sides := _sides(model, name, leaf)) is not None:
-            found = _in_panels(leaf, sides, stacked=name in stacked)
+            tied = name == _TABLE
+            found = _in_panels(leaf, sides, stacked=name in stacked, transposed=tied)
             if donate and isinstance(leaf, jax.Array):
                 leaf.delete()
             return found
@@ -122,9 +124,7 @@ def has_panels(params: Any) -> bool:
 
 def without_panels(params: Any) -> Any:
     """Parameters as the model takes them, in a program: each matrix as what its panels make."""
-    return jax.tree.map(
-        lambda leaf: leaf.matrix() if _is_panels(leaf) else leaf, params, is_leaf=_is_panels
-    )
+    return jax.tree.map(lambda leaf: leaf.matrix() if _is_panels(leaf) else leaf, params, is_leaf=_is_panels)
 
 
 def _is_panels(leaf: Any) -> bool:
@@ -138,11 +138,13 @@ def _sides(model: Any, name: tuple[str, ...], leaf: Any) -> tuple[int, int] | No
     spec = model.compiled.params[name]
     axes = spec.axes or ()
     shape = leaf.shape[1 if axes[:1] == ("layers",) else 0 :]
-    summed = isinstance(spec.init, Scaled) and not spec.init.skip and spec.init.fan_in < len(shape)
-    if not summed or name[-1] != "weight" or "conv" in axes or not _is_multiplied(model, name):
+    if name == _TABLE and model.config.model.tie_embeddings:
+        columns, inner = shape
+    elif isinstance(spec.init, Scaled) and not spec.init.skip and name[-1] == "weight" and "conv" not in axes:
+        inner, columns = math.prod(shape[: spec.init.fan_in]), math.prod(shape[spec.init.fan_in :])
+    else:
         return None
-    inner, columns = math.prod(shape[: spec.init.fan_in]), math.prod(shape[spec.init.fan_in :])
-    large = inner * columns >= LEAST_MATRIX
+    large = inner * columns >= LEAST_MATRIX and _is_multiplied(model, name)
     return (inner, columns) if large and fit_panels(inner, columns, leaf.dtype) else None
 
 
@@ -152,16 +154,17 @@ def _is_multiplied(model: Any, name: tuple[str, ...]) -> bool:
     return "experts" not in (model.compiled.params[name].axes or ()) and "latent_up" not in name
 
 
-def _in_panels(leaf: Any, sides: tuple[int, int], *, stacked: bool) -> Any:
+def _in_panels(leaf: Any, sides: tuple[int, int], *, stacked: bool, transposed: bool) -> Any:
     shape = leaf.shape[1:] if stacked else leaf.shape
     inner, columns = sides
     if isinstance(leaf, jax.ShapeDtypeStruct):
         one = jax.ShapeDtypeStruct((columns // PANEL, inner, PANEL), leaf.dtype)
         parts = [one] * (leaf.shape[0] if stacked else 1)
     else:
-        parts = in_panels(np.asarray(leaf).reshape(-1, inner, columns))
+        lying = (columns, inner) if transposed else (inner, columns)
+        parts = in_panels(np.asarray(leaf).reshape(-1, *lying), transposed=transposed)
         parts = [jax.device_put(part, may_alias=True) for part in parts]
-    made = [Panels(part, shape) for part in parts]
+    made = [Panels(part, shape, transposed) for part in parts]
     return Layers(made) if stacked else made[0]
 
 
