@@ -180,15 +180,10 @@ def _look_up(indices: jax.Array, table: jax.Array, *, dtype: Any) -> jax.Array:
     return rows.get(mode="promise_in_bounds").astype(dtype)
 
 
-def _made(panels: jax.Array, *, transposed: bool) -> jax.Array:
-    with jax.named_scope("matrix_of_panels"):  # which profiles show
-        return plain(panels, transposed=transposed)
-
-
 def _mapped(function: Callable[..., jax.Array], arrays: Any, axes: Any, **params: Any) -> Any:
     return jax.vmap(partial(function, **params), tuple(axes))(*arrays), 0
 
 
-for _primitive, _function in ((matrix_of_panels, _made), (rows_of_table, _look_up)):
+for _primitive, _function in ((matrix_of_panels, plain), (rows_of_table, _look_up)):
     mlir.register_lowering(_primitive, mlir.lower_fun(_function, multiple_results=False))
     batching.primitive_batchers[_primitive] = partial(_mapped, _function)
