@@ -205,11 +205,12 @@ def test_panels_are_made_a_matrix_for_what_cannot_read_them() -> None:
             product(x, one.matrix(), transposed=True),
             product(x, turned.matrix()),
             product(x, one.matrix().T),
+            product(x, jax.lax.reshape(one.matrix(), (64, 64), dimensions=(1, 0))),
             product(x, one.matrix() * 2),
             one.matrix().sum(0)[None],
         ]
 
-    want = [x @ w.T, x @ w, x @ w.T, x @ (2 * w), w.sum(0)[None]]
+    want = [x @ w.T, x @ w, x @ w.T, x @ w.T, x @ (2 * w), w.sum(0)[None]]
     for got, other in zip(jax.jit(joined(every))(x, one, turned), want, strict=True):
         np.testing.assert_allclose(got, other, rtol=2e-5, atol=2e-5)
 
@@ -220,6 +221,14 @@ def test_matrices_of_both_orders_in_one_call() -> None:
     np.testing.assert_array_equal(both[0], both[1])
     np.testing.assert_array_equal(both[2], product(x, w.astype(jnp.bfloat16)))
     assert count_flops(lambda x, w: product(x, w), x, packed(w)).total == 2 * 3 * 64 * 48
+
+
+@pytest.mark.parametrize("kind", [jnp.int8, jnp.uint8, jnp.int16, jnp.uint32])
+def test_indices_of_any_kind(kind: Any) -> None:
+    table = jnp.asarray(numbers(272, 16))
+    indices = jnp.asarray([0, 1, 17, 127], kind)
+    got = table_rows(packed(table, transposed=True), indices)
+    np.testing.assert_array_equal(got, jnp.take(table, indices, axis=0, mode="clip"))
 
 
 def test_rows_of_a_table() -> None:

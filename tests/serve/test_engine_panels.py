@@ -16,7 +16,9 @@ from capibara import native
 from capibara.compose.backends.jax_stacked import Layers
 from capibara.config import ModularModelConfig
 from capibara.core import ModularCapibaraModel
+from capibara.errors import ConfigError
 from capibara.memory.budget import MemoryBudget
+from capibara.memory.errors import MemorySettingError
 from capibara.ops.linalg.few_rows import few_rows
 from capibara.ops.linalg.joined import joined
 from capibara.ops.linalg.panels import Panels
@@ -24,6 +26,7 @@ from capibara.serve import AdapterRoom, Engine, Request, Sampling, Speculation
 from capibara.serve.engine.bundle import ProgramBundle, write_bundle
 from capibara.serve.engine.early import EarlyPrograms
 from capibara.serve.engine.layers import (
+    as_computed,
     bytes_held,
     has_panels,
     layers_apart,
@@ -137,17 +140,53 @@ def test_descriptions_are_of_the_same_arrays() -> None:
 
 def test_memory_decides_where_the_parameters_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of()
-    sizes = [leaf.nbytes for leaf in jax.tree.leaves(model.params)]
-    little_memory(monkeypatch, 2 * sum(sizes))
-    assert room_for_panels(model.params)
-    assert not room_for_panels(model.params, there=False)
-    little_memory(monkeypatch, 2 * sum(sizes) - 1)
-    assert not room_for_panels(model.params)
-    assert room_for_panels(model.params, donate=True)
-    little_memory(monkeypatch, 2 * max(sizes) - 1)
-    assert not room_for_panels(model.params, donate=True)
-    little_memory(monkeypatch, -5)
-    assert not room_for_panels(model.params)
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    copies = [one.panels.nbytes for one in panels_of(layers_apart(model, model.params, panels=True))]
+    most = 2 * model.params["blocks"]["mlp"]["up"]["weight"][0].nbytes  # of two layers
+    little_memory(monkeypatch, 2 * sum(copies))
+    assert room_for_panels(model, model.params)
+    assert not room_for_panels(model, model.params, there=False)
+    little_memory(monkeypatch, 2 * sum(copies) - 1)
+    assert not room_for_panels(model, model.params)
+    assert room_for_panels(model, model.params, donate=True)
+    little_memory(monkeypatch, 2 * most + held)
+    assert room_for_panels(model, model.params, donate=True, there=False)
+    little_memory(monkeypatch, 2 * most - 1)
+    assert not room_for_panels(model, model.params, donate=True)
+    # Where nothing is known only what is deleted is copied, and of no use are copies that no kernel reads.
+    monkeypatch.setattr("capibara.serve.engine.layers.device_budget", unknown)
+    assert not room_for_panels(model, model.params)
+    assert room_for_panels(model, model.params, donate=True)
+    wide = model_of(**{"precision.accumulate_dtype": "float64"})
+    assert not room_for_panels(wide, model.params, donate=True)
+    assert not has_panels(layers_apart(wide, model.params, panels=True))
+
+
+def unknown() -> Any:
+    raise MemorySettingError("memory_limit_gb: not known")
+
+
+def test_what_is_copied_of_float16_is_counted_and_deleted() -> None:
+    model = model_of(**{"precision.param_dtype": "float16", "precision.compute_dtype": "float16"})
+    given, described = model.params, jax.eval_shape(lambda: model.init(0))[0]
+    model = as_computed(model)
+    parts = layers_apart(model, given, panels=True)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(given))
+    held, made = (sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) for tree in (given, parts))
+    assert made == 2 * held
+    assert bytes_held(described, layers_apart(model, described, panels=True)) == held + made
+    assert bytes_held(given, parts, donate=True) == made
+    layers_apart(model, given, panels=True, donate=True)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
+
+
+def test_arrays_in_several_places_are_kept() -> None:
+    model = model_of()
+    mlp = model.params["blocks"]["mlp"]
+    shared = model.params | {"blocks": model.params["blocks"] | {"mlp": mlp | {"gate": mlp["up"]}}}
+    layers_apart(model, shared, panels=True, donate=True)
+    assert not mlp["up"]["weight"].is_deleted()
+    assert mlp["down"]["weight"].is_deleted()
 
 
 @pytest.mark.thin(2)
@@ -196,11 +235,24 @@ def test_scores_of_whole_prompts_and_guesses() -> None:
     found = [own[at, token] for at, token in enumerate(PROMPTS[1][1:])]
     got = [score.logprob for score in scores if score is not None][-len(found) :]
     np.testing.assert_allclose(got, found, rtol=0, atol=1e-4)
+    # A draft of the same arrays keeps them.
     speculation = Speculation(2, draft=model, params=model.params)
-    with Engine(model, warm=False, speculation=speculation, **SIZES) as engine:
+    with Engine(model, warm=False, speculation=speculation, donate_params=True, **SIZES) as engine:
         assert engine._draft is not None
         assert has_panels(engine._draft.params)
+        assert not model.params["embedding"]["weight"].is_deleted()
         same_texts(written(engine), want)
+    other = model_of(**{"model.vocab_size": 272})
+    for draft, refused in ((other, True), (model_of(), False)):
+        again = model_of()
+        options = {"speculation": Speculation(2, draft=draft), "donate_params": True, "warm": False}
+        if refused:
+            with pytest.raises(ConfigError, match="272 token ids"):
+                Engine(again, **options, **SIZES)
+        else:
+            Engine(again, **options, **SIZES).close()
+        for each in (again, draft):
+            assert each.params["embedding"]["weight"].is_deleted() != refused
 
 
 def test_early_programs_are_for_donated_weights(tmp_path: Path) -> None:

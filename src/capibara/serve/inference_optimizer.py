@@ -173,7 +173,7 @@ class _Timer:
         state, params = model.state, model.params if params is None else params
         # As the engine computes and holds them, whose steps these are.
         self._model = model = as_computed(model)
-        params = layers_apart(model, params, panels=room_for_panels(params))
+        params = layers_apart(model, params, panels=room_for_panels(model, params))
         self._programs = Programs(model, params, state, writable=model.config.model.vocab_size)
         self.attends = model.config.model.attends
         self.found: list[Measured] = []

@@ -81,7 +81,8 @@ static void pack_as(const GroupedBlock& p, int64_t k0, int64_t depth, float* to)
   }
 }
 
-// The same of a matrix that lies in panels: of narrow ones, or of those with other columns.
+// The same of a matrix that lies in panels: of narrow ones, or of those with other columns. Of the last panel only as many
+// vectors as there are columns for, which all are whole.
 template <typename T>
 static void pack_panels_as(const GroupedBlock& p, int64_t k0, int64_t depth, float* to) {
   for (int64_t j = 0; j < p.columns; j += kWidth) {

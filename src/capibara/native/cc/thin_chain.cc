@@ -268,7 +268,7 @@ ffi::Error chain(ffi::ThreadPool pool, ffi::RemainingArgs arrays, ffi::Remaining
     if (op[1] < 0 || op[1] >= known || op[2] < 0 || op[2] >= known) return refuse("an operation has no such array");
     const Value &a = values[op[1]], &b = values[op[2]];
     int64_t width = a.width;
-    if (a.rows < 0 || a.at.narrow || a.panels) return refuse("rows must be float32");
+    if (a.rows < 0 || a.at.narrow || a.panels) return refuse("rows must be float32 with two axes");
     if (op[0] != kCodes && (b.rows < 0 || ((b.at.narrow || b.panels) && op[0] != kProduct)))
       return refuse("what is no matrix must be float32, matrices of numbers float32 or bfloat16");
     bool fits = a.rows == rows;

@@ -163,7 +163,8 @@ class Flat:
         if same not in self._views:
             (value,), (out,) = ins, self._add_step(eqn, ins, scope)
             if eqn.primitive.name != "convert_element_type":
-                out.made_by = value.made_by
+                if eqn.params.get("dimensions") is None:  # of a reshape that transposes
+                    out.made_by = value.made_by
                 if value.stored is not None:
                     (out.stored,) = self._add_view(eqn, [value.stored], scope)
                     out.stored.aval = out.aval.update(dtype=value.stored.aval.dtype)

@@ -175,7 +175,10 @@ def _rows_shape(indices: Any, table: Any, *, dtype: Any) -> Any:
 def _look_up(indices: jax.Array, table: jax.Array, *, dtype: Any) -> jax.Array:
     if table.ndim == 2:
         return jnp.take(table, indices, axis=0, mode="clip").astype(dtype)
-    places = jnp.clip(indices, 0, table.shape[0] * PANEL - 1)
+    wide = (
+        indices if indices.dtype.itemsize >= 4 else indices.astype(jnp.int32)
+    )  # the last row may be past the narrow
+    places = jnp.clip(wide, 0, table.shape[0] * PANEL - 1)
     rows = table.at[places // PANEL, :, places % PANEL]
     return rows.get(mode="promise_in_bounds").astype(dtype)
 

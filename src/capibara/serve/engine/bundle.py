@@ -22,6 +22,7 @@ from capibara.compilation.errors import PackedProgramError
 from capibara.compilation.packing.container import require_own
 from capibara.compilation.packing.loading import load_lowered
 from capibara.compilation.packing.writing import pack_lowered
+from capibara.compress.coded import is_coded
 from capibara.errors import ConfigError
 from capibara.files import read_bounded, replace_file
 from capibara.serve.engine.arrays import bytes_of_one_device
@@ -191,6 +192,12 @@ def write_bundle(
         raise ConfigError(f"{os.fspath(folder)!r}: is there and holds something else. Name a new folder.")
     place.mkdir(parents=True, exist_ok=True)
     model = as_computed(model)
+    if model.mesh is None:  # nothing is run, so nothing has to be copied
+        params = jax.tree.map(
+            lambda leaf: leaf if is_coded(leaf) else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
+            params,
+            is_leaf=is_coded,
+        )
     parts = layers_apart(model, params, panels=True)
     if pages is None:
         held = bytes_held(params, parts) + bytes_of_one_device(state)

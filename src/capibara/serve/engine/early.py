@@ -25,13 +25,14 @@ __all__ = ["Early", "EarlyPrograms"]
 
 
 class Early(NamedTuple):
-    """What was made: the programs, the sizes that they are for, the model's tokenizer, and empty pools for keys and
-    values."""
+    """What was made: the programs, the sizes that they are for, the model's tokenizer, empty pools for keys and values,
+    and whether matrices are in panels."""
 
     programs: Programs
     sizes: EngineSizes
     tokenizer: Tokenizer
     cache: Any
+    panels: bool
 
 
 class EarlyPrograms:
@@ -73,7 +74,7 @@ class EarlyPrograms:
             sizes = EngineSizes.of(model, **given)
             params, state = describe_arrays(model)
             model = as_computed(model)
-            panels = room_for_panels(params, donate=True, there=False)
+            panels = room_for_panels(model, params, donate=True, there=False)
             parts = layers_apart(model, params, panels=panels)
             if pages is None:
                 # The engine will ask when the weights are there.
@@ -105,4 +106,4 @@ class EarlyPrograms:
                 cache = empty.result()
         except Exception:  # the engine will do the same, and say what is wrong
             return
-        self._found = Early(programs, sizes, model.tokenizer, cache)
+        self._found = Early(programs, sizes, model.tokenizer, cache, panels)

@@ -39,7 +39,13 @@ from capibara.serve.engine.pages import PagePool
 from capibara.serve.engine.programs import Programs, pages_in_memory
 from capibara.serve.engine.sequences import Sequence
 from capibara.serve.engine.several import StepTimes
-from capibara.serve.engine.speculation import DraftModel, Earlier, Speculation, check_speculation
+from capibara.serve.engine.speculation import (
+    DraftModel,
+    Earlier,
+    Speculation,
+    check_speculation,
+    shares_arrays,
+)
 from capibara.serve.engine.steps import EngineSizes, StartedStep, StepPiece
 from capibara.serve.engine.streams import PieceStream, StoppingText
 from capibara.serve.engine.turns import Turns
@@ -66,9 +72,10 @@ class Engine:
     Args:
       model: a :class:`capibara.core.ModularCapibaraModel`, a decoder.
       params: its parameters, some of which may be quantized; by default the model's own. state: likewise.
-      donate_params: whether parameters that the engine keeps in another order may be deleted. On a CPU it copies the
-        matrices of float32 and bfloat16, for which products of a few rows are faster; of those that stay there are two
-        then, and where memory has no room for that, none is copied.
+      donate_params: whether parameters that the engine copies may be deleted, its own and those of a draft model; the
+        models they are of cannot be used otherwise then, also where an error ends this call. On one CPU device matrices
+        are put in another order, for products of a few rows to be faster. Those that are not deleted are there twice;
+        where the copies would take more than half of the memory that is free, there are none. A bundle is for copies.
       tokenizer: by default the model's own. name: what clients call the model.
       max_batch: texts that are written at once.
       max_length: most tokens of a prompt and its answer; by default, and at most, ``model.max_sequence_length``.
@@ -167,7 +174,12 @@ class Engine:
         params = model.params if params is None else params
         state = model.state if state is None else state
         model = as_computed(model)
-        panels = bundle is not None or room_for_panels(params, donate=donate_params)
+        if speculation is not None and use_cache:
+            check_speculation(speculation, model)
+            donate_params = donate_params and not shares_arrays(speculation, params)
+        panels = bundle is not None or (
+            room_for_panels(model, params, donate=donate_params) if made is None else made.panels
+        )
         how = {"panels": panels, "donate": donate_params}
         self._adapters = None if adapters is None else Adapters(model, params, adapters, **how)
         if self._adapters is not None:
@@ -201,18 +213,17 @@ class Engine:
         self._large = spans_of((self._params, self._cache))
         self._speculation = speculation if use_cache else None
         self._draft: DraftModel | None = None
-        if self._speculation is not None:
-            check_speculation(self._speculation, model)
-            if self._speculation.draft is not None:
-                self._draft = DraftModel(
-                    self._speculation,
-                    count,
-                    page_size,
-                    sizes.slots,
-                    dtype=asked,
-                    writable=self._writable,
-                )
-                self._large |= spans_of((self._draft.params, self._draft.cache))
+        if self._speculation is not None and self._speculation.draft is not None:
+            self._draft = DraftModel(
+                self._speculation,
+                count,
+                page_size,
+                sizes.slots,
+                dtype=asked,
+                writable=self._writable,
+                donate=donate_params,
+            )
+            self._large |= spans_of((self._draft.params, self._draft.cache))
         self._numbers = itertools.count()
         self._lock = threading.RLock()
         self._there = threading.Condition(self._lock)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from capibara.compose.backends.jax_stacked import Layers
 from capibara.compose.initializers import Scaled
 from capibara.compress.coded import is_coded
 from capibara.memory.budget import device_budget
+from capibara.memory.errors import MemorySettingError
 from capibara.ops.linalg.chained import chained
 from capibara.ops.linalg.few_rows import LEAST_MATRIX, MOST_ROWS, few_rows
 from capibara.ops.linalg.joined import joined
@@ -69,15 +71,24 @@ def cache_dtype_of(model: Any) -> str | None:
     return own if own == "bfloat16" and _on_one_cpu(model) and native.problem() is None else None
 
 
-def room_for_panels(params: Any, *, donate: bool = False, there: bool = True) -> bool:
+def room_for_panels(model: Any, params: Any, *, donate: bool = False, there: bool = True) -> bool:
     """Whether matrices can be put in panels, which are copies: they may take half of what is free.
 
+    Where nothing would be put in panels, or the limit of memory is not known and the matrices stay as well, they cannot.
+
     Args:
-      donate: whether each is deleted when its copy is made. there: whether the parameters are in memory already.
+      model: as it computes (:func:`as_computed`).
+      donate: whether each matrix is deleted when its copy is made. there: whether the parameters are in memory already.
     """
-    sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)]
-    free = device_budget().free() - (0 if there else sum(sizes))
-    return 2 * (max(sizes, default=0) if donate else sum(sizes)) <= free
+    if not _has_kernels(model, params):
+        return False
+    described = _described(params)
+    copies = _copies(described, layers_apart(model, described, panels=True))
+    try:
+        free = device_budget().free() - (0 if there else bytes_of_one_device(params))
+    except MemorySettingError:
+        return donate
+    return 2 * (max(copies, default=0) if donate else sum(copies)) <= free
 
 
 def layers_apart(model: Any, params: Any, *, panels: bool = False, donate: bool = False) -> Any:
@@ -88,33 +99,42 @@ def layers_apart(model: Any, params: Any, *, panels: bool = False, donate: bool 
 
     Args:
       panels: put matrices that kernels multiply in :class:`~capibara.ops.linalg.panels.Panels`, which are copies.
-      donate: delete the matrices that were copied.
+      donate: delete the parameters that were copied for that or for arithmetic, but for arrays in several places.
     """
     if not _on_one_cpu(model):
         return params
-    params = in_float32(model, params, narrow=True)
-    panels = panels and not _has_codes(params) and native.problem() is None
+    kernels = _has_kernels(model, params)
     stacked = {path for path, spec in model.compiled.params.items() if spec.axes and spec.axes[0] == "layers"}
+    times = Counter(map(id, jax.tree.leaves(params)))
 
-    def one(path: Any, leaf: Any) -> Any:
+    def one(path: Any, given: Any) -> Any:
         name = tuple(step.key for step in path)
-        if panels and (sides := _sides(model, name, leaf)) is not None:
-            tied = name == _TABLE
-            found = _in_panels(leaf, sides, stacked=name in stacked, transposed=tied)
-            if donate and isinstance(leaf, jax.Array):
+        leaf = _wide(model, name, given, kernels)
+        sides = _sides(model, name, leaf) if panels and kernels else None
+        if sides is not None:
+            found = _in_panels(leaf, sides, stacked=name in stacked, transposed=name == _TABLE)
+            if leaf is not given and isinstance(leaf, jax.Array):
                 leaf.delete()
-            return found
-        if name not in stacked:
-            return leaf
-        if is_coded(leaf):
-            if not hasattr(leaf, "layers"):
-                return leaf
-            leaf = leaf.layers()
-        arrays, tree = jax.tree.flatten(leaf)
-        cut = [_cut(array) for array in arrays]
-        return Layers([jax.tree.unflatten(tree, each) for each in zip(*cut, strict=True)])
+        elif name in stacked:
+            found = _layers(leaf)
+        else:
+            found = leaf
+        copied = sides is not None or leaf is not given
+        if copied and donate and isinstance(given, jax.Array) and times[id(given)] == 1:
+            given.delete()
+        return found
 
     return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_coded)
+
+
+def _layers(leaf: Any) -> Any:
+    if is_coded(leaf):
+        if not hasattr(leaf, "layers"):
+            return leaf
+        leaf = leaf.layers()
+    arrays, tree = jax.tree.flatten(leaf)
+    cut = [_cut(array) for array in arrays]
+    return Layers([jax.tree.unflatten(tree, each) for each in zip(*cut, strict=True)])
 
 
 def has_panels(params: Any) -> bool:
@@ -171,39 +191,56 @@ def _in_panels(leaf: Any, sides: tuple[int, int], *, stacked: bool, transposed: 
 def bytes_held(params: Any, parts: Any, *, donate: bool = False) -> int:
     """Bytes of a device for parameters that were given and what :func:`layers_apart` made of them.
 
-    Views take none, what became float32 does, while what it was made of may still be held; panels do if what they were
-    made of is not deleted.
+    Views take none; copies do, while what they were made of may still be held, unless it was deleted.
     """
-    given, made = (jax.tree.leaves(tree) for tree in (params, parts))
-    narrow, wide = ([leaf for leaf in tree if leaf.dtype.name in _NARROW] for tree in (given, made))
-    widened = sum(leaf.size for leaf in narrow) - sum(leaf.size for leaf in wide)
-    copies = [] if donate else filter(_is_panels, jax.tree.leaves(parts, is_leaf=_is_panels))
-    return bytes_of_one_device(params) + 4 * widened + bytes_of_one_device([copy.panels for copy in copies])
+    return bytes_of_one_device(parts) if donate else bytes_of_one_device(params) + sum(_copies(params, parts))
 
 
-def in_float32(model: Any, params: Any, *, narrow: bool = False) -> Any:
-    """What programs of a model :func:`as_computed` would make float32 of 16 bits in each step, as that.
+def _copies(params: Any, parts: Any) -> list[int]:
+    """Bytes of what :func:`layers_apart` copied, of each parameter."""
 
-    Args:
-      narrow: with matrices that kernels read as they are stored left so.
-    """
-    if not _on_one_cpu(model) or model.config.precision.compute_dtype != "float32":
+    def one(given: Any, made: Any) -> int:
+        if is_coded(given):
+            return 0
+        panels = _is_panels(made) or (isinstance(made, Layers) and _is_panels(made.arrays[0]))
+        return bytes_of_one_device(made) if panels or made.dtype != given.dtype else 0
+
+    return jax.tree.leaves(jax.tree.map(one, params, parts, is_leaf=is_coded))
+
+
+def in_float32(model: Any, params: Any) -> Any:
+    """What programs of a model :func:`as_computed` would make float32 of 16 bits in each step, as that."""
+    if not _on_one_cpu(model):
         return params
-    narrow = narrow and not _has_codes(params) and native.problem() is None
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: _wide(model, tuple(step.key for step in path), leaf, False),
+        params,
+        is_leaf=is_coded,
+    )
 
-    def one(path: Any, leaf: Any) -> Any:
-        if is_coded(leaf) or leaf.dtype.name not in _NARROW:
-            return leaf
-        name = tuple(step.key for step in path)
-        axes = model.compiled.params[name].axes or ()
-        size = math.prod(leaf.shape[1 if axes[:1] == ("layers",) else 0 :])
-        if narrow and _is_multiplied(model, name) and leaf.dtype == jnp.bfloat16 and size >= LEAST_MATRIX:
-            return leaf
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
-        return leaf.astype(jnp.float32)
 
-    return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_coded)
+def _wide(model: Any, name: tuple[str, ...], leaf: Any, kernels: bool) -> Any:
+    """A parameter as :func:`in_float32`; where there are kernels, matrices that these read as they are stay so."""
+    if model.config.precision.compute_dtype != "float32" or is_coded(leaf) or leaf.dtype.name not in _NARROW:
+        return leaf
+    axes = model.compiled.params[name].axes or ()
+    size = math.prod(leaf.shape[1 if axes[:1] == ("layers",) else 0 :])
+    if kernels and _is_multiplied(model, name) and leaf.dtype == jnp.bfloat16 and size >= LEAST_MATRIX:
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
+    return leaf.astype(jnp.float32)
+
+
+def _has_kernels(model: Any, params: Any) -> bool:
+    """Whether compiled kernels multiply with a model's parameters."""
+    precision = model.config.precision
+    float32 = precision.compute_dtype == precision.accumulate_dtype == "float32"
+    return float32 and _on_one_cpu(model) and not _has_codes(params) and native.problem() is None
+
+
+def _described(params: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
 
 
 def _has_codes(params: Any) -> bool:

@@ -50,6 +50,15 @@ class Speculation:
     longest: int = 4
 
 
+def shares_arrays(settings: Speculation, params: Any) -> bool:
+    """Whether the draft model has arrays of these parameters."""
+    if settings.draft is None:
+        return False
+    own = settings.draft.params if settings.params is None else settings.params
+    known = set(map(id, jax.tree.leaves(params)))
+    return not known.isdisjoint(map(id, jax.tree.leaves(own)))
+
+
 def check_speculation(settings: Speculation, model: Any) -> None:
     """Refuse what cannot be done.
 
@@ -117,11 +126,20 @@ class DraftModel:
     Args:
       settings: with ``draft``. pages, page_size, slots: as of the other model's pools.
       dtype: of its pools; ``None``: that of its arithmetic.
-      writable: only token ids below this are guessed.
+      writable: only token ids below this are guessed. donate: see
+        :func:`~capibara.serve.engine.layers.layers_apart`.
     """
 
     def __init__(
-        self, settings: Speculation, pages: int, page_size: int, slots: int, *, dtype: Any, writable: int
+        self,
+        settings: Speculation,
+        pages: int,
+        page_size: int,
+        slots: int,
+        *,
+        dtype: Any,
+        writable: int,
+        donate: bool,
     ) -> None:
         model = settings.draft
         assert model is not None
@@ -129,7 +147,8 @@ class DraftModel:
         state = model.state if settings.state is None else settings.state
         dtype = cache_dtype_of(model) if dtype is None else dtype
         model = as_computed(model)
-        self.params = layers_apart(model, weights, panels=room_for_panels(weights))
+        panels = room_for_panels(model, weights, donate=donate)
+        self.params = layers_apart(model, weights, panels=panels, donate=donate)
         self.programs = Programs(model, self.params, state, writable=writable)
         self._vocabulary = model.config.model.vocab_size
         with model.backend.scope():
