@@ -74,7 +74,7 @@ def cache_dtype_of(model: Any) -> str | None:
 def room_for_panels(model: Any, params: Any, *, donate: bool = False, there: bool = True) -> bool:
     """Whether matrices can be put in panels, which are copies: they may take half of what is free.
 
-    Where nothing would be put in panels, or the limit of memory is not known and the matrices stay as well, they cannot.
+    Where nothing would be put in panels they cannot, nor where the limit of memory is not known and the matrices stay.
 
     Args:
       model: as it computes (:func:`as_computed`).
