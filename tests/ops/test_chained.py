@@ -429,8 +429,9 @@ def test_calls_whose_arrays_do_not_fit_together_are_refused() -> None:
         return jax.block_until_ready(call("capibara_thin_chain", [out] * len(outputs), *arrays, **attributes))
 
     product_of = (0, 0, 1, 0)
-    (good,) = run((x, w), product_of, (2,))
-    np.testing.assert_array_equal(good, np.full((2, 16), 8.0))
+    for matrix_of in (w, w[None]):
+        (good,) = run((x, matrix_of), product_of, (2,))
+        np.testing.assert_array_equal(good, np.full((2, 16), 8.0))
     wrong: list[tuple[Any, ...]] = [
         ((x, w), product_of[:3], (2,)),
         ((x, w), (7, 0, 1, 0), (2,)),
@@ -445,7 +446,12 @@ def test_calls_whose_arrays_do_not_fit_together_are_refused() -> None:
         ((x, w), product_of, (2,), fits, 3),
         ((x, w, scale), (*product_of, 3, 3, 2, 0), (4,)),
         ((x, w.astype(np.int32)), product_of, (2,)),
-        ((x, w[None]), product_of, (2,)),
+        # Matrices in panels: of other columns than 16, other rows, with a fourth axis, and in place of rows.
+        ((x, w[None, :, :8]), product_of, (2,)),
+        ((x, w[None, :7]), product_of, (2,)),
+        ((x, w[None, None]), product_of, (2,)),
+        ((x, w[None]), (0, 1, 1, 0), (2,)),
+        ((x, w[None]), (1, 0, 1, 0), (2,)),
     ]
     codes, scales = np.ones((8, 16), np.int8), np.ones((8, 2), np.float32)
     nothing = np.zeros(0, np.float32)
