@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from engine_texts import same_texts, written_texts
 from small_models import KINDS, SMALL
 
 from capibara import native
 from capibara.compress import CompressionProfile, ModelCompressionAPI
 from capibara.config import ModularModelConfig
 from capibara.core import ModularCapibaraModel
-from capibara.serve import Embedder, Engine, Request, Sampling, Speculation, load_compressed
+from capibara.serve import Embedder, Engine, Sampling, Speculation, load_compressed
 from capibara.serve.engine.early import EarlyPrograms
 from capibara.serve.engine.layers import as_computed, layers_apart
 from capibara.serve.engine.steps import EngineSizes
@@ -47,29 +48,6 @@ def widened(model: ModularCapibaraModel, kind: str = "grouped", **more: Any) -> 
     return wide
 
 
-def written(
-    engine: Engine, logprobs: int | None = 0, prompts: Any = PROMPTS
-) -> list[tuple[list[int], list[float]]]:
-    """The tokens of each prompt and their scores."""
-    asked = [
-        Request(prompt, max_tokens=8, sampling=Sampling(temperature=0.0), logprobs=logprobs, ignore_eos=True)
-        for prompt in prompts
-    ]
-    found = []
-    for stream in [engine.submit(one) for one in asked]:
-        pieces = list(stream)
-        tokens = [token for piece in pieces for token in piece.tokens]
-        found.append((tokens, [score.logprob for piece in pieces for score in piece.scores]))
-    return found
-
-
-def same_texts(got: Any, want: Any) -> None:
-    """Which requests share a step depends on time, and the last bits on the step's shape."""
-    for (tokens, scores), (same, others) in zip(got, want, strict=True):
-        assert tokens == same
-        np.testing.assert_allclose(scores, others, rtol=0, atol=2e-5)
-
-
 @pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("kind", "dtype"),
@@ -78,10 +56,10 @@ def same_texts(got: Any, want: Any) -> None:
 def test_texts_are_those_of_float32(kind: str, dtype: str) -> None:
     model = model_of(dtype, kind)
     with Engine(model, warm=False, cache_dtype="float32", **SIZES) as engine:
-        got = written(engine)
+        got = written_texts(engine, PROMPTS)
         assert engine.model.config.precision.compute_dtype == "float32"
     with Engine(widened(model, kind), warm=False, **SIZES) as engine:
-        want = written(engine)
+        want = written_texts(engine, PROMPTS)
     same_texts(got, want)
     assert model.config.precision.compute_dtype == dtype  # the model itself is as it was
 
@@ -94,7 +72,7 @@ def test_matrices_and_pages_keep_their_16_bits() -> None:
     assert EngineSizes.of(model_of("float32")).cache_dtype is None
     up = model.params["blocks"]["mlp"]["up"]["weight"]
     with Engine(model, warm=False, **SIZES) as engine:
-        got = written(engine)
+        got = written_texts(engine, PROMPTS)
         held: Any = engine._params
         layer = held["blocks"]["mlp"]["up"]["weight"].arrays[1]
         assert layer.panels.dtype == jnp.bfloat16
@@ -105,7 +83,7 @@ def test_matrices_and_pages_keep_their_16_bits() -> None:
         # No step makes float32 of a matrix, or of the pages.
         assert program.memory_analysis().temp_size_in_bytes < up.size // up.shape[0]
     with Engine(widened(model), warm=False, cache_dtype="bfloat16", **SIZES) as engine:
-        same_texts(got, written(engine))
+        same_texts(got, written_texts(engine, PROMPTS))
     # Where they are not put in panels, nothing is copied.
     layer = layers_apart(as_computed(model), model.params)["blocks"]["mlp"]["up"]["weight"].arrays[1]
     assert layer.unsafe_buffer_pointer() == up.unsafe_buffer_pointer() + up[0].nbytes
@@ -118,9 +96,9 @@ def test_without_kernels_nothing_stays_narrow(monkeypatch: pytest.MonkeyPatch) -
         assert {leaf.dtype for leaf in jax.tree.leaves((engine._params, engine._cache))} == {
             jnp.dtype("float32")
         }
-        got = written(engine)
+        got = written_texts(engine, PROMPTS)
     with Engine(widened(model), warm=False, **SIZES) as engine:
-        assert [tokens for tokens, _ in written(engine)] == [tokens for tokens, _ in got]
+        assert [tokens for tokens, _ in written_texts(engine, PROMPTS)] == [tokens for tokens, _ in got]
 
 
 def test_codes_of_a_model_of_bfloat16(tmp_path: Path) -> None:
@@ -129,10 +107,10 @@ def test_codes_of_a_model_of_bfloat16(tmp_path: Path) -> None:
     path = api.compress(model, decode="auto").save(tmp_path / "model.capi")
     loaded = load_compressed(path, model.config, decode="auto")
     with Engine(loaded.model, loaded.params, warm=False, cache_dtype="float32", **SIZES) as engine:
-        got = written(engine)
+        got = written_texts(engine, PROMPTS)
     decoded = load_compressed(path, model.config)
     with Engine(decoded.model, decoded.params, warm=False, **SIZES) as engine:
-        want = written(engine)
+        want = written_texts(engine, PROMPTS)
     for (_, scores), (_, others) in zip(got, want, strict=True):
         # Decoded numbers were rounded to bfloat16.
         np.testing.assert_allclose(scores[0], others[0], rtol=0, atol=0.02)
@@ -142,19 +120,19 @@ def test_programs_that_were_made_early(tmp_path: Path) -> None:
     model = model_of("bfloat16")
     early = EarlyPrograms(model.config, tmp_path, **SIZES)
     with Engine(model, early=early, warm=False, **SIZES) as engine:
-        got = written(engine, None, PROMPTS[:1])
+        got = written_texts(engine, PROMPTS[:1], logprobs=None)
         assert engine.statistics().compilations == 0
     with Engine(model, warm=False, **SIZES) as engine:
-        assert written(engine, None, PROMPTS[:1]) == got
+        assert written_texts(engine, PROMPTS[:1], logprobs=None) == got
 
 
 def test_a_draft_of_16_bits() -> None:
     model = model_of("bfloat16")
     with Engine(model, warm=False, **SIZES) as engine:
-        want = [tokens for tokens, _ in written(engine)]
+        want = [tokens for tokens, _ in written_texts(engine, PROMPTS)]
     speculation = Speculation(3, draft=model_of("bfloat16"))
     with Engine(model, warm=False, speculation=speculation, **SIZES) as engine:
-        assert [tokens for tokens, _ in written(engine)] == want
+        assert [tokens for tokens, _ in written_texts(engine, PROMPTS)] == want
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from engine_texts import same_texts, written_texts
 from live_equations import live_primitives
 from small_models import KINDS, SMALL
 
@@ -51,23 +52,6 @@ PROMPTS = [(1, 2, 3), tuple(range(40, 61)), (200,)]
 
 def model_of(kind: str = "grouped", /, **more: Any) -> ModularCapibaraModel:
     return ModularCapibaraModel(ModularModelConfig.from_dict({}, SMALL | KINDS[kind] | LARGE | more))
-
-
-def written(engine: Engine, **options: Any) -> list[tuple[list[int], list[float]]]:
-    """The tokens of each prompt and their scores."""
-    greedy = {"max_tokens": 6, "sampling": Sampling(temperature=0.0), "logprobs": 0, "ignore_eos": True}
-    found = []
-    for stream in [engine.submit(Request(prompt, **(greedy | options))) for prompt in PROMPTS]:
-        pieces = list(stream)
-        tokens = [token for piece in pieces for token in piece.tokens]
-        found.append((tokens, [score.logprob for piece in pieces for score in piece.scores]))
-    return found
-
-
-def same_texts(got: Any, want: Any) -> None:
-    for (tokens, scores), (same, others) in zip(got, want, strict=True):
-        assert tokens == same
-        np.testing.assert_allclose(scores, others, rtol=0, atol=2e-5)
 
 
 def panels_of(tree: Any) -> list[Panels]:
@@ -195,12 +179,12 @@ def test_an_engine_writes_the_same_with_them(monkeypatch: pytest.MonkeyPatch, dt
     model = model_of(**{"precision.param_dtype": dtype, "precision.compute_dtype": dtype})
     with Engine(model, warm=False, **SIZES) as engine:
         assert has_panels(engine._params)
-        got = written(engine)
+        got = written_texts(engine, PROMPTS)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(model.params))
     monkeypatch.setattr("capibara.serve.engine.engine.room_for_panels", lambda *_, **__: False)
     with Engine(model, warm=False, **SIZES) as engine:
         assert not has_panels(engine._params)
-        same_texts(written(engine), got)
+        same_texts(written_texts(engine, PROMPTS), got)
 
 
 @pytest.mark.thin(2)
@@ -210,9 +194,9 @@ def test_donated_matrices_are_deleted(adapters: AdapterRoom | None) -> None:
     if adapters is not None:
         model.pretrained = other.pretrained = None
     with Engine(other, warm=False, adapters=adapters, **SIZES) as engine:
-        want = written(engine)
+        want = written_texts(engine, PROMPTS)
     with Engine(model, warm=False, adapters=adapters, donate_params=True, **SIZES) as engine:
-        same_texts(written(engine), want)
+        same_texts(written_texts(engine, PROMPTS), want)
         named = {jax.tree_util.keystr(k): v for k, v in jax.tree_util.tree_leaves_with_path(model.params)}
         deleted = {name for name, leaf in named.items() if leaf.is_deleted()}
         assert "['blocks']['mlp']['up']['weight']" in deleted
@@ -226,8 +210,8 @@ def test_scores_of_whole_prompts_and_guesses() -> None:
     """Every row of a prompt is scored against the table, and a draft model has panels of its own."""
     model = model_of()
     with Engine(model, warm=False, **SIZES) as engine:
-        want = written(engine)
-        (asked,) = [engine.submit(Request(PROMPTS[1], max_tokens=1, prompt_logprobs=0))]
+        want = written_texts(engine, PROMPTS)
+        asked = engine.submit(Request(PROMPTS[1], max_tokens=1, prompt_logprobs=0))
         scores = [score for piece in asked for score in piece.prompt_scores or ()]
     tokens = {"tokens": np.array([PROMPTS[1]], np.int32)}
     logits = model.compiled.apply(model.params, tokens)["logits"][0]
@@ -241,7 +225,7 @@ def test_scores_of_whole_prompts_and_guesses() -> None:
         assert engine._draft is not None
         assert has_panels(engine._draft.params)
         assert not model.params["embedding"]["weight"].is_deleted()
-        same_texts(written(engine), want)
+        same_texts(written_texts(engine, PROMPTS), want)
     other = model_of(**{"model.vocab_size": 272})
     for draft, refused in ((other, True), (model_of(), False)):
         again = model_of()
@@ -271,9 +255,9 @@ def test_a_bundle_is_for_panels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     sizes = EngineSizes.of(model, max_batch=1, max_length=32, page_size=4, prefill_tokens=8, prefill_chunks=1)
     write_bundle(tmp_path / "bundle", model, model.params, model.state, sizes, writable=256, target="cpu")
     with Engine(model, warm=False, **SIZES) as engine:
-        want = written(engine)
+        want = written_texts(engine, PROMPTS)
     monkeypatch.setattr("capibara.serve.engine.engine.room_for_panels", lambda *_, **__: False)
     with Engine(model, bundle=ProgramBundle.read(tmp_path / "bundle")) as engine:
         assert has_panels(engine._params)
-        same_texts(written(engine), want)
+        same_texts(written_texts(engine, PROMPTS), want)
         assert engine.statistics().compilations == 0

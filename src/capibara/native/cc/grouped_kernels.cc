@@ -81,8 +81,8 @@ static void pack_as(const GroupedBlock& p, int64_t k0, int64_t depth, float* to)
   }
 }
 
-// The same of a matrix that lies in panels: of narrow ones, or of those with other columns. Of the last panel only as many
-// vectors as there are columns for, which all are whole.
+// The same for a matrix that is already packed, but narrow or into panels of another width. The last panel is not filled
+// up with zeros: columns are a multiple of kWidth, and register tiles read only those vectors.
 template <typename T>
 static void pack_panels_as(const GroupedBlock& p, int64_t k0, int64_t depth, float* to) {
   for (int64_t j = 0; j < p.columns; j += kWidth) {
@@ -154,7 +154,7 @@ class Ahead {
   int64_t count_ = 0, rows_ = 0, numbers_ = 0, share_ = 0, part_ = 0, row_ = 0;
 };
 
-// Whether register tiles read b where it lies in panels.
+// Whether register tiles can read the packed b in place.
 static inline bool lies_in_panels(const GroupedBlock& p) {
   return p.b_panel != 0 && !p.b.narrow && kPanel <= capibara::kPanelColumns;
 }

@@ -7,8 +7,8 @@ namespace capibara {
 
 #define CAPIBARA_IN_LINE __attribute__((always_inline)) inline  // see vec.h
 
-// A matrix [inner, columns] lies in panels as [columns / 16, inner, 16]: what a product reads side by side lies side by
-// side, and all of it in the order in which it is read.
+// A matrix [inner, columns] packed into panels is [columns / 16, inner, 16]: the columns that a product sums at a time are
+// adjacent, and the whole is read sequentially.
 constexpr int64_t kPanelColumns = 16;
 
 // float32; or bfloat16, which are the upper halves of such.

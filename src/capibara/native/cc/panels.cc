@@ -1,4 +1,4 @@
-// Matrices in panels, made of such in rows. Called through ctypes.
+// Packs matrices into panels. Called through ctypes.
 #include <cstring>
 
 #include "numbers.h"
@@ -20,7 +20,7 @@ void to_panels(const char* from, int64_t inner, int64_t columns, int64_t first, 
   }
 }
 
-// Columns of the matrix are rows here.
+// The matrix is stored as [columns, inner].
 template <typename T>
 void turned_panels(const T* from, int64_t inner, int64_t first, int64_t last, T* to) {
   constexpr int64_t across = capibara::kPanelColumns;
@@ -41,7 +41,7 @@ CAPIBARA_EXPORT void capibara_to_panels(const void* from, int64_t inner, int64_t
   run(static_cast<const char*>(from), inner, columns, first, last, static_cast<char*>(to));
 }
 
-// The same of a matrix that lies as [columns, inner].
+// The same for a matrix stored as [columns, inner].
 CAPIBARA_EXPORT void capibara_turned_to_panels(const void* from, int64_t inner, int32_t narrow, int64_t first,
                                                int64_t last, void* to) {
   if (narrow != 0)

@@ -1,6 +1,6 @@
-// Products of a few rows with a matrix that lies in panels. It is read from its beginning to its end; the sums of a panel
-// are held in registers over a piece of it, which is in the first cache for the rows that follow. A row's sums do not
-// depend on how many rows there are. Included by the kernels.
+// Products of a few rows with a matrix packed into panels, which is read sequentially. The sums stay in registers for a
+// piece of a panel; the piece is then in the first cache for further rows. A row's sums do not depend on the number of
+// rows. Included by the kernels.
 #pragma once
 
 #include "thin.h"
@@ -32,8 +32,8 @@ static int64_t panel_items(const capibara::ThinProduct& p) {
   return p.rows == 0 ? 0 : (p.columns / kPanelColumns + share - 1) / share;
 }
 
-// Scratch has the sums of a panel, and rows of x turned, so that numbers that are multiplied at once lie side by side:
-// [rows / kWidth, inner, kWidth]. A row alone lies so already.
+// Scratch holds the sums of a panel, and the rows of x transposed so that factors used together are adjacent:
+// [rows / kWidth, inner, kWidth]. A single row needs no transposition.
 static int64_t turned_blocks(const capibara::ThinProduct& p) {
   return p.rows == 1 ? 0 : (p.rows + kWidth - 1) / kWidth;
 }

@@ -4,7 +4,7 @@ What takes the time is reading the matrix. XLA first copies it into the order in
 and of one row reads it in short pieces; a compiled kernel (:mod:`capibara.native`) reads it once, where it lies. Where
 programs are made for such products, the layers of a model ask here (:func:`few_rows`); elsewhere they are left to XLA.
 Of more rows than decoding has (:data:`MOST_ROWS`), parts of the matrix are copied, and what comes next is fetched.
-A matrix in panels (:mod:`capibara.ops.linalg.panels`) is not copied.
+Packed matrices (:mod:`capibara.ops.linalg.panels`) are not copied.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def few_rows(*, panels: bool = False) -> Iterator[None]:
     """Functions traced inside may take the kernel for products of few rows. It has no derivative.
 
     Args:
-      panels: there are matrices in panels, which XLA would have to copy: of any number of rows.
+      panels: take the kernel for any number of rows, as XLA would have to unpack matrices that are in panels.
     """
     token = _most.set(sys.maxsize if panels else _MOST_PROMPT)
     try:
@@ -79,7 +79,7 @@ def _panels() -> bool:
 
 
 def lookup(table: jax.Array, indices: jax.Array) -> jax.Array:
-    """``jnp.take(table, indices, axis=0, mode="clip")``; of a table that is made of panels, where there are such."""
+    """``jnp.take(table, indices, axis=0, mode="clip")``; reads packed tables inside ``few_rows(panels=True)``."""
     return table_rows(table, indices) if _panels() else jnp.take(table, indices, axis=0, mode="clip")
 
 

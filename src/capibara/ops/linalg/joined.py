@@ -50,10 +50,10 @@ def joinable(primitive: Primitive) -> Callable[[_Together], _Together]:
 
 
 def read_as_stored(primitive: Primitive, transposed: Callable[[dict[str, Any]], bool]) -> None:
-    """Say that operands after the first may be what they were made of: bfloat16, or matrices in panels.
+    """Allow operands after the first to be passed as stored: in bfloat16, or packed into panels.
 
     Args:
-      transposed: of an equation's parameters, whether matrices that lie in panels are transposed before it reads them.
+      transposed: from an equation's parameters, whether its unpacked operands are transposed.
     """
     _as_stored[primitive] = transposed
 
@@ -94,10 +94,10 @@ class Value:
     of_product: bool = False  # whether it depends on a product that may be joined
     aval: Any = None
     stored: Value | None = None  # the same numbers in bfloat16, of which these were made
-    made_by: Step | None = None  # makes it of panels, perhaps with another shape in between
+    made_by: Step | None = None  # unpacks it from panels; only reshapes come in between
 
     def as_stored(self, transposed: bool) -> Value:
-        """What is read instead of this matrix."""
+        """The stored form of this matrix, if there is one."""
         value = self.stored or self
         made = value.made_by
         if (

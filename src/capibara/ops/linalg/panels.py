@@ -1,14 +1,12 @@
-"""Matrices in the order in which CPUs' products of a few rows read them.
+"""Weight matrices packed for products of a few rows on CPUs.
 
-A product of eight rows is bound by arithmetic as much as by memory: sums have to stay in registers, so few columns are
-summed at a time, and of a matrix ``[inner, columns]`` these lie far apart. In panels of 16 columns, ``[columns / 16,
-inner, 16]``, they lie side by side, and the matrix is read from its beginning to its end (the packed operand of Goto
-and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008). What is multiplied many times is put in
-panels once.
+A product of eight rows is limited by arithmetic as much as by memory, so its sums must stay in registers. That allows
+only a few columns at a time, which are far apart in a matrix ``[inner, columns]``. Packed into panels of 16 columns,
+``[columns / 16, inner, 16]``, they are adjacent, and the matrix is read sequentially (Goto and van de Geijn, "Anatomy
+of High-Performance Matrix Multiplication", 2008). A weight is packed once and multiplied many times.
 
-In a program the matrix is made of its panels (:meth:`Panels.matrix`), and
-:func:`capibara.ops.linalg.joined.joined` gives what can read them the panels themselves: products, and lookups of
-rows in a table that is multiplied, too.
+A traced function unpacks the matrix (:meth:`Panels.matrix`). :func:`capibara.ops.linalg.joined.joined` then passes the
+panels themselves to the operations that can read them: products, and row lookups in a tied embedding table.
 """
 
 from __future__ import annotations
@@ -55,12 +53,12 @@ compile_calls(rows_of_table)
 
 @jax.tree_util.register_pytree_node_class
 class Panels:
-    """A weight whose matrix lies in panels.
+    """A weight that is packed into panels.
 
     Args:
       panels: ``[columns / 16, inner, 16]``, float32 or bfloat16.
-      shape: of the weight, whose first axes together are the inner ones, and whose last ones are the columns.
-      transposed: the other way round, as in a table whose rows are scored.
+      shape: of the unpacked weight. Its first axes form ``inner``, its last axes ``columns``.
+      transposed: whether the weight is ``[columns, inner]``, as a tied embedding table is.
     """
 
     def __init__(self, panels: Any, shape: Sequence[int], transposed: bool = False) -> None:
@@ -75,8 +73,8 @@ class Panels:
         return math.prod(self.shape)
 
     def matrix(self) -> jax.Array:
-        """The weight itself: ``panels.swapaxes(0, 1).reshape(shape)``; of a transposed one
-        ``panels.swapaxes(1, 2).reshape(shape)``."""
+        """The unpacked weight: ``panels.swapaxes(0, 1).reshape(shape)``, or ``panels.swapaxes(1, 2).reshape(shape)`` if
+        transposed."""
         return matrix_of_panels.bind(self.panels, transposed=self.transposed).reshape(self.shape)
 
     def tree_flatten(self) -> tuple[tuple[Any], tuple[tuple[int, ...], bool]]:
@@ -88,14 +86,14 @@ class Panels:
 
 
 def columns_of(matrix: Any, *, transposed: bool = False) -> int:
-    """Of a matrix: in panels, or with two axes and then perhaps transposed."""
+    """The number of columns of a matrix. ``transposed`` applies to unpacked matrices only."""
     if len(matrix.shape) == 3:
         return matrix.shape[0] * PANEL
     return matrix.shape[0 if transposed else 1]
 
 
 def plain(panels: jax.Array, *, transposed: bool = False) -> jax.Array:
-    """The matrix ``[inner, columns]`` that lies in panels, or its transpose."""
+    """The unpacked matrix ``[inner, columns]``, or its transpose."""
     count, inner, _ = panels.shape
     if transposed:
         return jnp.swapaxes(panels, 1, 2).reshape(count * PANEL, inner)
@@ -103,28 +101,30 @@ def plain(panels: jax.Array, *, transposed: bool = False) -> jax.Array:
 
 
 def table_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
-    """``jnp.take(table, indices, axis=0, mode="clip")``; has no derivative."""
+    """``jnp.take(table, indices, axis=0, mode="clip")`` without a derivative; the table may be packed."""
     return rows_of_table.bind(indices, table, dtype=table.dtype)
 
 
 def fit_panels(inner: int, columns: int, dtype: Any) -> bool:
-    """Whether a matrix can lie in panels, where there are compiled kernels, which read them."""
-    lines = inner * columns * jnp.dtype(dtype).itemsize % _LINE == 0  # each of several begins one
+    """Whether a matrix can be packed: whole panels, float32 or bfloat16, a multiple of 64 bytes."""
+    lines = inner * columns * jnp.dtype(dtype).itemsize % _LINE == 0  # so that each of several is aligned
     return inner > 0 and columns > 0 and columns % PANEL == 0 and dtype in _DTYPES and lines
 
 
 def in_panels(matrices: np.ndarray, *, transposed: bool = False) -> np.ndarray:
-    """Several matrices in panels, on all processors.
+    """Pack several matrices into panels, using all processors.
 
     Args:
-      matrices: ``[count, inner, columns]`` that :func:`fit_panels`; transposed ``[count, columns, inner]``.
+      matrices: ``[count, inner, columns]``, or ``[count, columns, inner]`` if transposed, for which
+        :func:`fit_panels` is true.
 
     Returns:
-        ``[count, columns / 16, inner, 16]``, copied: ``matrices.reshape(count, inner, -1, 16).swapaxes(1, 2)``, or
-        transposed ``matrices.reshape(count, -1, 16, inner).swapaxes(2, 3)``. It begins a line of the cache.
+        ``[count, columns / 16, inner, 16]``, a copy aligned to 64 bytes. Equivalent to
+        ``matrices.reshape(count, inner, -1, 16).swapaxes(1, 2)``, or
+        ``matrices.reshape(count, -1, 16, inner).swapaxes(2, 3)`` if transposed.
 
     Raises:
-      NotImplementedError: there is no compiled library; the message says why.
+      NotImplementedError: the native library is missing; the message gives the reason.
     """
     matrices = np.ascontiguousarray(matrices)
     count, *sides = matrices.shape

@@ -25,8 +25,8 @@ __all__ = ["Early", "EarlyPrograms"]
 
 
 class Early(NamedTuple):
-    """What was made: the programs, the sizes that they are for, the model's tokenizer, empty pools for keys and values,
-    and whether matrices are in panels."""
+    """The compiled programs, their sizes, the model's tokenizer, empty pools for keys and values, and whether matrices
+    are packed into panels."""
 
     programs: Programs
     sizes: EngineSizes
@@ -38,8 +38,8 @@ class Early(NamedTuple):
 class EarlyPrograms:
     """Traces and compiles what plain requests need, in a thread: only the shapes of weights have to be known.
 
-    For one CPU device, where neither part has the processor for itself alone, and an engine that is given the weights
-    for good (``donate_params``).
+    For one CPU device, where neither part has the processor for itself alone, and an engine with
+    ``donate_params=True``.
 
     Args:
       config: of the model. tokenizer: the folder of its tokenizer.

@@ -72,10 +72,10 @@ class Engine:
     Args:
       model: a :class:`capibara.core.ModularCapibaraModel`, a decoder.
       params: its parameters, some of which may be quantized; by default the model's own. state: likewise.
-      donate_params: whether parameters that the engine copies may be deleted, its own and those of a draft model; the
-        models they are of cannot be used otherwise then, also where an error ends this call. On one CPU device matrices
-        are put in another order, for products of a few rows to be faster. Those that are not deleted are there twice;
-        where the copies would take more than half of the memory that is free, there are none. A bundle is for copies.
+      donate_params: whether the engine may delete the parameters that it copies, including a draft model's. The models
+        cannot be used elsewhere afterwards, even if this call raises an error. On a single CPU device, the engine packs
+        matrices into panels, for faster products of a few rows. Without donation both are kept in memory, and nothing
+        is packed if the copies would take more than half of the free memory. With a bundle it always packs.
       tokenizer: by default the model's own. name: what clients call the model.
       max_batch: texts that are written at once.
       max_length: most tokens of a prompt and its answer; by default, and at most, ``model.max_sequence_length``.
@@ -177,9 +177,10 @@ class Engine:
         if speculation is not None and use_cache:
             check_speculation(speculation, model)
             donate_params = donate_params and not shares_arrays(speculation, params)
-        panels = bundle is not None or (
-            room_for_panels(model, params, donate=donate_params) if made is None else made.panels
-        )
+        if made is not None and donate_params:
+            panels = made.panels
+        else:
+            panels = bundle is not None or room_for_panels(model, params, donate=donate_params)
         how = {"panels": panels, "donate": donate_params}
         self._adapters = None if adapters is None else Adapters(model, params, adapters, **how)
         if self._adapters is not None:

@@ -72,13 +72,13 @@ def cache_dtype_of(model: Any) -> str | None:
 
 
 def room_for_panels(model: Any, params: Any, *, donate: bool = False, there: bool = True) -> bool:
-    """Whether matrices can be put in panels, which are copies: they may take half of what is free.
+    """Whether the panels of all matrices fit into half of the free memory.
 
-    Where nothing would be put in panels they cannot, nor where the limit of memory is not known and the matrices stay.
+    False if kernels would not read them, or if the memory limit is unknown and the matrices are not deleted.
 
     Args:
-      model: as it computes (:func:`as_computed`).
-      donate: whether each matrix is deleted when its copy is made. there: whether the parameters are in memory already.
+      model: as :func:`as_computed` returns it.
+      donate: whether each matrix is deleted once it is packed. there: whether the parameters are already in memory.
     """
     if not _has_kernels(model, params):
         return False
@@ -98,8 +98,8 @@ def layers_apart(model: Any, params: Any, *, panels: bool = False, donate: bool 
     16 bits and is no matrix of bfloat16 that kernels read. Elsewhere they come back as they are.
 
     Args:
-      panels: put matrices that kernels multiply in :class:`~capibara.ops.linalg.panels.Panels`, which are copies.
-      donate: delete the parameters that were copied for that or for arithmetic, but for arrays in several places.
+      panels: copy the matrices that kernels multiply into :class:`~capibara.ops.linalg.panels.Panels`.
+      donate: delete the parameters that were packed or cast. Arrays that occur more than once are kept.
     """
     if not _on_one_cpu(model):
         return params
@@ -138,12 +138,12 @@ def _layers(leaf: Any) -> Any:
 
 
 def has_panels(params: Any) -> bool:
-    """Whether a matrix among parameters lies in panels."""
+    """Whether any parameter is packed into panels."""
     return any(map(_is_panels, jax.tree.leaves(params, is_leaf=_is_panels)))
 
 
 def without_panels(params: Any) -> Any:
-    """Parameters as the model takes them, in a program: each matrix as what its panels make."""
+    """The parameters with their matrices unpacked, for use inside a traced function."""
     return jax.tree.map(lambda leaf: leaf.matrix() if _is_panels(leaf) else leaf, params, is_leaf=_is_panels)
 
 
@@ -152,7 +152,7 @@ def _is_panels(leaf: Any) -> bool:
 
 
 def _sides(model: Any, name: tuple[str, ...], leaf: Any) -> tuple[int, int] | None:
-    """Of a weight that rows are multiplied with: how long they are, and the results. ``None`` of other parameters."""
+    """``(inner, columns)`` of a weight that can be packed; ``None`` for other parameters."""
     if name not in model.compiled.params:
         return None
     spec = model.compiled.params[name]
@@ -189,15 +189,15 @@ def _in_panels(leaf: Any, sides: tuple[int, int], *, stacked: bool, transposed: 
 
 
 def bytes_held(params: Any, parts: Any, *, donate: bool = False) -> int:
-    """Bytes of a device for parameters that were given and what :func:`layers_apart` made of them.
+    """Bytes on one device of the given parameters and the result of :func:`layers_apart`.
 
-    Views take none; copies do, while what they were made of may still be held, unless it was deleted.
+    Views take no memory. Copies do, and so do their originals unless ``donate`` deleted them.
     """
     return bytes_of_one_device(parts) if donate else bytes_of_one_device(params) + sum(_copies(params, parts))
 
 
 def _copies(params: Any, parts: Any) -> list[int]:
-    """Bytes of what :func:`layers_apart` copied, of each parameter."""
+    """Bytes that :func:`layers_apart` copied, for each parameter."""
 
     def one(given: Any, made: Any) -> int:
         if is_coded(given):
