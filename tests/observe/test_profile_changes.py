@@ -65,6 +65,11 @@ HEAD = "import jax, jax.numpy as jnp\nkept = []\n"
         ),
         (
             "import random\ndef f(x):\n    return jnp.tanh(x) + random.random()\nr = f(jnp.ones(3))",
+            "random numbers that Python draws",
+        ),
+        (
+            "import itertools\nturn = itertools.count()\n"
+            "def f(x):\n    return jnp.tanh(x) + next(turn)\nr = f(jnp.ones(3))",
             "gives other results",
         ),
         ("def f(x):\n    kept.append(x)\n    return jnp.tanh(x)\nr = f(jnp.ones(3))", "it calls append()"),

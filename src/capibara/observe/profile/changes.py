@@ -21,6 +21,7 @@ from typing import Any
 from capibara.errors import ConfigError
 from capibara.files import read_bounded
 from capibara.observe.profile import turns
+from capibara.observe.profile.drawn import DrawnNumbers, refuse_random_numbers
 from capibara.observe.profile.rolled import LOOP_NAME, Rolled, compile_rolled
 from capibara.observe.profile.waits import AHEAD_NAME, Ahead, Reads, compile_ahead, no_wait
 
@@ -579,10 +580,14 @@ class _Tried:
             how = Jitted(self._line, tuple(static), tuple(names))
             jitted = _Jitted(self._function, how)
             try:
-                other = jitted(*arguments, **named)
+                with refuse_random_numbers():
+                    other = jitted(*arguments, **named)
                 if not _same(result, other):
                     reason = "gives other results"
                     break
+            except DrawnNumbers as error:
+                reason = f"does not work: {error}"
+                break  # traced once, it would not draw again
             except Exception as error:
                 reason = (
                     f"does not work: {str(error).strip().splitlines()[0][:200] if str(error) else error!r}"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from capibara.jax_versions import outside_transformations
+from capibara.observe.profile.drawn import refuse_random_numbers
 
 __all__ = ["LOOP_NAME", "Rolled", "compile_rolled"]
 
@@ -264,7 +265,7 @@ class _Loop:
             if start is None:
                 raise RuntimeError("its first turn was not finished")
             # What a function keeps in an object from turn to turn would be a value of the trace.
-            with jax.checking_leaks():
+            with jax.checking_leaks(), refuse_random_numbers():
                 found = self._as_program(turn, place, items, start)
             if not self._all.same(found, values):
                 raise ValueError("as one program it gives other results")

@@ -1,0 +1,45 @@
+"""Random numbers that Python draws: a program would keep those that were drawn while it was traced."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["DrawnNumbers", "refuse_random_numbers"]
+
+
+class DrawnNumbers(ValueError):
+    """Python drew random numbers where a program was traced."""
+
+
+@contextlib.contextmanager
+def refuse_random_numbers() -> Iterator[None]:
+    """Within it, no number may be drawn from the generators of ``random`` and ``numpy.random``.
+
+    Both are left as they were, so that a script that is tried as a program goes on with the numbers that it had drawn
+    without it. Generators that a script makes itself are not seen.
+
+    Raises:
+      DrawnNumbers: at the end, if a number was drawn.
+    """
+    import numpy as np  # not before: the script may set its variables first
+
+    read, write = np.random.get_state, np.random.set_state
+    python, legacy = random.getstate(), read()
+    try:
+        yield
+        drawn = random.getstate() != python or not _same(read(), legacy)
+    finally:
+        random.setstate(python)
+        write(legacy)
+    if drawn:
+        raise DrawnNumbers("random numbers that Python draws would be the same each time")
+
+
+def _same(state: Any, other: Any) -> bool:
+    """Whether two states of NumPy's generator, tuples of which one item is an array, are equal."""
+    import numpy as np
+
+    return all(np.array_equal(one, two) for one, two in zip(state, other, strict=True))
