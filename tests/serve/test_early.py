@@ -196,3 +196,10 @@ def test_a_prompt_takes_a_larger_step_whose_program_is_there() -> None:
             assert engine.statistics().compilations == 0
         finally:
             held.set()
+
+
+@pytest.mark.parametrize("wrong", [{}, {"max_batch": 0}])
+def test_that_xla_is_at_work_is_said_in_any_case(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    early = EarlyPrograms(config_of(), tmp_path, **SIZES | wrong)
+    early.wait_for_xla()  # ends
+    assert (early.take() is None) == bool(wrong)

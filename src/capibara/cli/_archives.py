@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +27,14 @@ def reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def progress_bar(what: str, total: int, *, quiet: bool = False) -> Iterator[Callable[[str, int], None]]:
-    """A progress bar on standard error, in bytes; yields the function that advances it. ``quiet``: no bar."""
+    """A progress bar on standard error, in bytes, where that is a terminal; yields the function that advances it.
+
+    Args:
+      what: the label. total: bytes. quiet: no bar.
+    """
+    if quiet or not sys.stderr.isatty():  # to import rich takes a twentieth of a second
+        yield lambda _name, _size: None
+        return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
@@ -37,7 +45,6 @@ def progress_bar(what: str, total: int, *, quiet: bool = False) -> Iterator[Call
         TransferSpeedColumn(),
         TextColumn("{task.fields[tensor]}", markup=False),
         console=Console(stderr=True),
-        disable=quiet,
         transient=True,
     )
     with bar:

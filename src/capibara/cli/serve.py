@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from capibara.serve.engine.early import EarlyPrograms
     from capibara.serve.http.base import Served, ServerSettings
     from capibara.serve.loaded import LoadedModel
+
+_SWITCH_S = 5e-4
 
 HELP = """Serve a model over HTTP, with the API of OpenAI: /v1/completions, /v1/chat/completions, /v1/responses (of a
 model that makes vectors: /v1/embeddings), /v1/models, /tokenize, /detokenize, /health and /metrics. MODEL is the folder
@@ -119,15 +122,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal; return 0."""
+    with contextlib.ExitStack() as starting:
+        starting.enter_context(_undisturbed())
+        return _run(args, starting.close)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Settings of Python for a start."""
     # What a start makes is kept: looking through it for garbage again and again takes a tenth of its time.
     gc.disable()
+    interval = sys.getswitchinterval()
+    # After each read, of which there are hundreds, a thread waits for others that import for as long as this.
+    sys.setswitchinterval(_SWITCH_S)
     try:
-        return _run(args)
+        yield
     finally:
         gc.enable()
+        sys.setswitchinterval(interval)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace, started: Callable[[], object]) -> int:
     from capibara.compilation.persistent_cache import keep_compiled
     from capibara.errors import ConfigError, MissingExtraError
     from capibara.jax_versions import find_package
@@ -167,9 +182,15 @@ def _run(args: argparse.Namespace) -> int:
         kept.enter_context(keep_compiled(lambda why: print(why, file=sys.stderr), min_seconds=0.0))
         bundle = _bundle(args)
         mesh = serving_mesh(devices_wanted(args), None if bundle is None else dict(bundle.mesh))
+        loading = kept.enter_context(contextlib.ExitStack())
         early = _early(args) if bundle is None and mesh is None else None
         if early is not None:
             kept.callback(early.take)  # a process that ends while XLA compiles is aborted
+            early.wait_for_xla()
+            from capibara.native.rooms import reuse_rooms
+
+            # Memory that a parameter was read into takes the packed matrices of the next one.
+            loading.enter_context(reuse_rooms())
         # The largest imports, while files are read: for this the checks above do without them.
         importing = threading.Thread(target=_import_server, name="capibara-imports", daemon=True)
         importing.start()
@@ -194,6 +215,7 @@ def _run(args: argparse.Namespace) -> int:
             early,
         )
         del loaded  # its weights are the engine's now
+        loading.close()
         config = uvicorn.Config(
             app,
             log_level="warning",
@@ -202,7 +224,7 @@ def _run(args: argparse.Namespace) -> int:
             server_header=False,
         )
         gc.freeze()
-        gc.enable()
+        started()
         listener.listen(2048)  # who asks from now on is answered
         host, port = listener.getsockname()[:2]
         print(f"serving {served.name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)

@@ -3,6 +3,7 @@
 Tensors are read one at a time, each byte once, and only what this process's devices hold: each device's part straight
 from its bytes in the file, or, where these do not follow one another, from blocks of a few megabytes. A tensor becomes
 an array in its own order of dimensions; the device turns it round and puts it into the stack of its blocks, in place.
+Where that device is this machine, whose memory is at hand, it is copied instead, and no program is compiled for it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import mmap
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,8 @@ from capibara.families.errors import FamilyError
 from capibara.families.family import Family
 from capibara.families.folder import Pretrained
 from capibara.families.tensors import ModelTensors, Piece, Placed, places
+from capibara.native import rooms
+from capibara.native.transposed import can_transpose, transpose_into
 
 if TYPE_CHECKING:
     import jax
@@ -174,7 +176,9 @@ def _loaded(
     wanted = placed_tensors(family, model)
     names = _checked(files, family, wanted, model.config.model, left_out)
     stacks = {path for placed in wanted for _, path, index, _, _ in placed.parts if index}
-    final, targets = _empty(model, stacks)
+    copied = _copied(model, wanted, {name: files.tensors[given][1] for name, given in names.items()})
+    final, made = _empty(model, stacks - copied)
+    targets: dict[Path, Any] = {**made, **{path: _memory_of(model, path) for path in copied}}
     shardings = {path: _automatic(sharding) for path, sharding in final.items()}
     dtypes, scratch = {}, _Scratch()
     for placed in wanted:
@@ -190,15 +194,18 @@ def _loaded(
                 held = slice(start, start + piece.stored(shape)[one.axis] * one.step, one.step)
                 own, dtype = shardings[path], model.compiled.params[path].dtype
                 # What becomes a parameter as it is needs memory of its own.
-                copied = path in targets or not _stays(entry.dtype, piece.order, dtype)
-                room = scratch.room if copied else _room
+                once = path in targets or not _stays(entry.dtype, piece.order, dtype)
+                room = scratch.room if once else rooms.room
                 raw = entry.on_devices(piece, shape, one.axis, held, own, index, room=room)
                 if path == one.parts[-1][1]:
                     entry.forget()
                 # One at a time: what has been read but not yet put in its place is memory besides the parameters.
-                targets[path] = _put(
-                    targets.get(path), raw, piece.order, index, dtype, own
-                ).block_until_ready()
+                if path in copied:
+                    _copy(np.asarray(raw), piece.order, targets[path][index])
+                else:
+                    targets[path] = _put(
+                        targets.get(path), raw, piece.order, index, dtype, own
+                    ).block_until_ready()
                 del raw
         if progress is not None:
             progress(placed.name, stored.end - stored.start)
@@ -310,9 +317,9 @@ class _Tensor:
         sizes = {region: tuple(last - first for first, last in region) for region in regions}
         if len(runs) == len(regions):
             # In their order: parts of one entry that is decoded follow one another.
-            own = room if len(runs) == 1 else _room
+            own = room if len(runs) == 1 else rooms.room
             return {region: self._read(offset + runs[region], sizes[region], own) for region in sorted(runs)}
-        parts = {region: _room(size, self.dtype) for region, size in sizes.items()}
+        parts = {region: rooms.room(size, self.dtype) for region, size in sizes.items()}
         for leading, first, last, at in _blocks(shape, _BLOCK // self.dtype.itemsize):
             depth, block = len(leading), None
             for region, out in parts.items():
@@ -338,23 +345,13 @@ class _Tensor:
         numbers = self._numbers[first : first + count]
         if not isinstance(numbers, FileNumbers):  # decoded from what is in the file
             return np.asarray(numbers).view(self.dtype).reshape(shape)
-        out = (room or _room)(shape, self.dtype)
+        out = (room or rooms.room)(shape, self.dtype)
         numbers.read_into(out)
         return out
 
     def forget(self) -> None:
         """Drop what has been read."""
         self._all = None
-
-
-def _room(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Memory that a device that is this machine can use as it is, and that goes back to the system when it is dropped.
-
-    Memory of ``malloc`` of this size may stay with the process.
-    """
-    count = math.prod(shape)
-    whole = mmap.mmap(-1, max(count * dtype.itemsize, 1))
-    return np.frombuffer(whole, dtype, count).reshape(shape)
 
 
 class _Scratch:
@@ -367,7 +364,7 @@ class _Scratch:
         """Room for an array; that of the array before."""
         size = math.prod(shape) * dtype.itemsize
         if self._whole.size < size:
-            self._whole = _room((size,), np.dtype(np.uint8))
+            self._whole = rooms.room((size,), np.dtype(np.uint8))
         return self._whole[:size].view(dtype).reshape(shape)
 
 
@@ -445,6 +442,54 @@ def _put(
     return _turning(order, dtype, sharding)(raw)
 
 
+def _copied(model: ModularCapibaraModel, wanted: list[Placed], stored: Mapping[str, Any]) -> set[Path]:
+    """The parameters that are copied into memory of this machine, which are the device's as it is.
+
+    Numbers of other dtypes and orders are left to XLA, which uses all processors for them.
+    """
+    import jax
+
+    if model.mesh is not None or jax.local_devices()[0].platform != "cpu" or not can_transpose():
+        return set()
+    found, others = set(), set()
+    for placed in wanted:
+        for piece, path, index, _, _ in placed.parts:
+            dtype, own = numpy_dtype(stored[placed.name].form), model.compiled.params[path].dtype
+            fits = dtype == own and _matrices(piece.order) is not None
+            # What becomes a parameter as it is needs no copy.
+            (found if fits and (index or not _stays(dtype, piece.order, own)) else others).add(path)
+    return found - others
+
+
+def _matrices(order: tuple[int, ...]) -> tuple[int, int] | None:
+    """How an order of dimensions transposes matrices: where their rows begin, and where their columns; otherwise None.
+
+    The dimensions before stay where they are, those of rows and of columns change places.
+    """
+    first = next((i for i, one in enumerate(order) if one != i), len(order))
+    middle = order[first] if first < len(order) else first
+    turned = (*range(first), *range(middle, len(order)), *range(first, middle))
+    return (first, middle) if order == turned else None
+
+
+def _memory_of(model: ModularCapibaraModel, path: Path) -> np.ndarray:
+    spec = model.compiled.params[path]
+    return rooms.room(tuple(spec.sizes({}, "a parameter")), np.dtype(spec.dtype))
+
+
+def _copy(raw: np.ndarray, order: tuple[int, ...], to: np.ndarray) -> None:
+    """``to[...] = raw.transpose(order)``, for orders that :func:`_matrices` knows."""
+    found = _matrices(order)
+    assert found is not None
+    first, middle = found
+    if middle == first:
+        np.copyto(to, raw)
+        return
+    several, rows, columns = (raw.shape[a:b] for a, b in ((0, first), (first, middle), (middle, None)))
+    sizes = (math.prod(several), math.prod(rows), math.prod(columns))
+    transpose_into(raw.reshape(sizes), to.reshape(sizes[0], sizes[2], sizes[1]))
+
+
 @functools.lru_cache(maxsize=256)
 def _putting(order: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
     import jax
@@ -479,6 +524,8 @@ def _empty(
     else:
         shardings = _flat(model.compiled.propose_shardings()["params"])
 
+    if not stacks:
+        return shardings, {}
     order = sorted(stacks)  # of a set it is another one in each process, and so would be the program
 
     def make() -> dict[Path, jax.Array]:

@@ -50,7 +50,7 @@ _KINDS = (
 # Of these XLA calls entries that need no kernels of their own.
 _ENTRIES = (*_KINDS, "products", "rows", "thin_chain")
 # Of these neither XLA's headers nor a set of instructions matters.
-_PLAIN = ("isa", "codec_choice", "codec_decode", "codec_encode", "panels", "trace")
+_PLAIN = ("isa", "codec_choice", "codec_decode", "codec_encode", "panels", "trace", "transposed")
 # No -ffast-math: infinities and NaN mean something here. Contraction is what lets a*b + c be one instruction.
 _FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno"]
 

@@ -26,6 +26,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from capibara.native.loading import open_library
+from capibara.native.rooms import room
 from capibara.ops.one_device import compile_calls
 
 __all__ = [
@@ -130,9 +131,7 @@ def in_panels(matrices: np.ndarray, *, transposed: bool = False) -> np.ndarray:
     count, *sides = matrices.shape
     inner, columns = reversed(sides) if transposed else sides
     pack, panels = _packing(transposed), columns // PANEL
-    memory = np.empty(matrices.nbytes + _LINE, np.uint8)
-    begin = -memory.ctypes.data % _LINE
-    out = memory[begin : begin + matrices.nbytes].view(matrices.dtype).reshape(count, panels, inner, PANEL)
+    out = room((count, panels, inner, PANEL), matrices.dtype)
     narrow, size = matrices.dtype.itemsize == 2, matrices[0].nbytes
     shape = (inner,) if transposed else (inner, columns)
     workers = os.cpu_count() or 1

@@ -8,13 +8,23 @@ from typing import Any
 import jax
 
 from capibara.compose.physical.sharding import param_shardings
+from capibara.compose.physical.specs import nest
 
 __all__ = ["bytes_of_one_device", "describe_arrays"]
 
 
 def describe_arrays(model: Any) -> tuple[Any, Any]:
     """A model's parameters and state as ``jax.ShapeDtypeStruct``, where they will be; nothing is allocated."""
-    params, state = jax.eval_shape(lambda: model.init(0))
+    params, state = (
+        # As declared: to trace how they would be drawn takes a tenth of a second.
+        nest(
+            {
+                path: jax.ShapeDtypeStruct(spec.sizes({}, ".".join(path)), spec.dtype)
+                for path, spec in specs.items()
+            }
+        )
+        for specs in (model.compiled.params, model.compiled.states)
+    )
     if model.mesh is None:
         return params, state
 

@@ -56,8 +56,14 @@ class EarlyPrograms:
     ) -> None:
         self._given = config, tokenizer, pages, sizes
         self._found: Early | None = None
+        self._begun = threading.Event()
         self._thread = threading.Thread(target=self._work, name="capibara-early-programs", daemon=True)
         self._thread.start()
+
+    def wait_for_xla(self) -> None:
+        """Wait until XLA is at work, in threads of its own: what else is done in Python before then would only take
+        turns with this, and XLA would begin later."""
+        self._begun.wait()
 
     def take(self) -> Early | None:
         """What was made, when it is there, for whom asks first; ``None`` if an argument was wrong, which the engine
@@ -67,43 +73,47 @@ class EarlyPrograms:
         return found
 
     def _work(self) -> None:
-        config, tokenizer, pages, given = self._given
         try:
-            model = ModularCapibaraModel(config)
-            take_tokenizer(model, tokenizer)
-            sizes = EngineSizes.of(model, **given)
-            params, state = describe_arrays(model)
-            model = as_computed(model)
-            panels = room_for_panels(model, params, donate=True, there=False)
-            parts = layers_apart(model, params, panels=panels)
-            if pages is None:
-                # The engine will ask when the weights are there.
-                free = (
-                    device_budget().free()
-                    - bytes_held(params, parts, donate=True)
-                    - bytes_of_one_device(state)
-                )
-                most, kind = sizes.pages - 1, sizes.cache_dtype
-                pages = pages_in_memory(model, sizes.page_size, kind, least=sizes.table, most=most, free=free)
-            sizes = dataclasses.replace(sizes, pages=1 + pages)
-            writable = min(config.model.vocab_size, model.tokenizer.vocab_size)
-            settings = model.config.to_dict()
-            facts = {
-                **{section: settings[section] for section in ("model", "precision", "finetune")},
-                "weights": str(jax.tree.structure((parts, state))),
-                "writable": writable,
-            }
-            untraced = UntracedPrograms.here(facts)
-            programs = Programs(model, parts, state, writable=writable, untraced=untraced)
-            cache = programs.describe_cache(sizes)
-            first, _ = programs.to_compile(sizes.every, cache, sizes.inputs, early=sizes.early)
-            # One is traced, in Python, while XLA is at another.
-            with ThreadPoolExecutor(2, thread_name_prefix="capibara-early-programs") as pool:
-                empty = pool.submit(programs.empty_cache, sizes)
-                work = [pool.submit(compile_one) for compile_one in first]
-                for one in work:
-                    one.result()
-                cache = empty.result()
+            self._found = self._made()
         except Exception:  # the engine will do the same, and say what is wrong
             return
-        self._found = Early(programs, sizes, model.tokenizer, cache, panels)
+        finally:
+            self._begun.set()
+
+    def _made(self) -> Early:
+        config, tokenizer, pages, given = self._given
+        model = ModularCapibaraModel(config)
+        take_tokenizer(model, tokenizer)
+        sizes = EngineSizes.of(model, **given)
+        params, state = describe_arrays(model)
+        model = as_computed(model)
+        panels = room_for_panels(model, params, donate=True, there=False)
+        parts = layers_apart(model, params, panels=panels)
+        if pages is None:
+            # The engine will ask when the weights are there.
+            free = (
+                device_budget().free() - bytes_held(params, parts, donate=True) - bytes_of_one_device(state)
+            )
+            most, kind = sizes.pages - 1, sizes.cache_dtype
+            pages = pages_in_memory(model, sizes.page_size, kind, least=sizes.table, most=most, free=free)
+        sizes = dataclasses.replace(sizes, pages=1 + pages)
+        writable = min(config.model.vocab_size, model.tokenizer.vocab_size)
+        settings = model.config.to_dict()
+        facts = {
+            **{section: settings[section] for section in ("model", "precision", "finetune")},
+            "weights": str(jax.tree.structure((parts, state))),
+            "writable": writable,
+        }
+        untraced = UntracedPrograms.here(facts)
+        programs = Programs(model, parts, state, writable=writable, untraced=untraced)
+        cache = programs.describe_cache(sizes)
+        first, _ = programs.to_compile(sizes.every, cache, sizes.inputs, early=sizes.early)
+        # One is traced, in Python, while XLA is at another.
+        with ThreadPoolExecutor(2, thread_name_prefix="capibara-early-programs") as pool:
+            empty = pool.submit(programs.empty_cache, sizes)
+            work = [pool.submit(compile_one) for compile_one in first]
+            self._begun.set()
+            for one in work:
+                one.result()
+            cache = empty.result()
+        return Early(programs, sizes, model.tokenizer, cache, panels)

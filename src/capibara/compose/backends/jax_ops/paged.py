@@ -120,10 +120,13 @@ class _Pool:
         """The page of each token, ``int32 [tokens, 1]`` (-1: none), and its place in it, ``int32 [tokens]``."""
         at = paged_positions(table, starts, rows, chunks, chunk)[0]
         sequence = _spread(jnp.arange(starts.shape[0], dtype=jnp.int32), rows, chunks, chunk)
-        column = at // self.page_size
+        # Not // and %, which look at signs: each block of a program does this.
+        size = jnp.int32(self.page_size)
+        column, within = jax.lax.div(at, size), jax.lax.rem(at, size)
         inside = _real(counts, rows, chunks, chunk) & (column < table.shape[1])
-        page = self.numbers(table)[sequence, jnp.minimum(column, max(table.shape[1] - 1, 0))]
-        return jnp.where(inside, page, -1)[:, None], at % self.page_size
+        place = sequence, jnp.minimum(column, max(table.shape[1] - 1, 0))
+        page = self.numbers(table).at[place].get(mode="clip")
+        return jnp.where(inside, page, -1)[:, None], within
 
 
 def paged_codes_attention(
@@ -238,7 +241,7 @@ def _moved(x: Array, by: Array) -> Array:
     if x.shape[1] == 1:
         return x
     places = jnp.clip(jnp.arange(x.shape[1], dtype=jnp.int32) - by[:, None], 0, x.shape[1] - 1)
-    return jnp.take_along_axis(x, places[(..., *[None] * (x.ndim - 2))], axis=1)
+    return jnp.take_along_axis(x, places[(..., *[None] * (x.ndim - 2))], axis=1, mode="promise_in_bounds")
 
 
 def paged_latent_attention(
