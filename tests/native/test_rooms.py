@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capibara.native import rooms
-from capibara.native.rooms import reuse_rooms, room
+from capibara.native.rooms import is_reusing, reuse_rooms, room
 
 PAGE = rooms._PAGE
 
@@ -122,7 +122,14 @@ def test_within_another_one_that_one_goes_on():
         with reuse_rooms():
             assert rooms._in_use is outer
         assert rooms._in_use is outer
-    assert rooms._in_use is None
+        assert is_reusing()
+    assert not is_reusing()
+
+
+def test_memory_that_the_system_does_not_have():
+    with pytest.raises(MemoryError, match="bytes: "):
+        room((1 << 60,), np.uint8)
+    assert room((np.int32(70_000), np.int32(1)), np.uint8).shape == (70_000, 1)
 
 
 def test_an_error_within_ends_it():

@@ -70,8 +70,17 @@ def test_what_it_cannot_be_written_into(out: np.ndarray, message: str):
 
 
 def test_items_of_other_sizes_are_refused():
-    with pytest.raises(ValueError, match="items of 1 bytes, expected 2, 4 or 8"):
-        transpose_into(np.zeros((2, 3), np.int8), np.zeros((3, 2), np.int8))
+    for dtype in (np.int8, np.complex128, object):
+        with pytest.raises(ValueError, match="expected numbers of 2, 4 or 8 bytes"):
+            transpose_into(np.zeros((2, 3), dtype), np.zeros((3, 2), dtype))
+
+
+def test_other_arguments_are_refused():
+    with pytest.raises(ValueError, match="got 1 dimensions, expected at least 2"):
+        transpose_into(np.zeros(3), np.zeros(3))
+    square = np.zeros((3, 3))
+    with pytest.raises(ValueError, match="out: has memory of the matrices"):
+        transpose_into(square, square)
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch):

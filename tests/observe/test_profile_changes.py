@@ -1,16 +1,22 @@
 """Changes to a script that is run: functions that can be put under ``jax.jit``, and those that cannot."""
+# ruff: noqa: NPY002 - scripts draw from the global generator
 
 from __future__ import annotations
 
+import contextlib
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from capibara.errors import ConfigError
 from capibara.observe.profile.changes import Change, Jitted, compile_with_jit, install, jitted_functions, wrap
+from capibara.observe.profile.drawn import DrawnNumbers, refuse_random_numbers
 
 
 def run(source: str, tmp_path: Path, *words: str) -> tuple[dict[str, Any], list[str]]:
@@ -250,3 +256,33 @@ def test_a_scheduler_for_exposed_communication():
     assert chosen["cpu"] == []
     assert "latency_hiding" in chosen["gpu"][0].environment["XLA_FLAGS"]
     assert "latency_hiding" in chosen["tpu"][0].environment["LIBTPU_INIT_ARGS"]
+
+
+@pytest.mark.parametrize(
+    ("draw", "drawn"),
+    [
+        (lambda: None, False),
+        (lambda: np.random.default_rng(0).normal(), False),
+        (random.random, True),
+        (np.random.normal, True),
+    ],
+)
+def test_random_numbers_that_are_drawn(draw: Callable[[], object], drawn: bool):
+    random.seed(0)
+    np.random.seed(0)
+    with pytest.raises(DrawnNumbers) if drawn else contextlib.nullcontext(), refuse_random_numbers():
+        draw()
+    after = random.random(), np.random.normal()
+    random.seed(0)
+    np.random.seed(0)
+    assert (random.random(), np.random.normal()) == after  # as if nothing had been drawn
+
+
+def test_random_numbers_of_another_generator_of_numpy():
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(1))
+    try:
+        with pytest.raises(DrawnNumbers), refuse_random_numbers():
+            np.random.normal()
+    finally:
+        np.random.set_bit_generator(before)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from capibara.compress.container import Entry
 
-__all__ = ["print_folder_table", "print_table", "progress_bar", "reason"]
+__all__ = ["on_terminal", "print_folder_table", "print_table", "progress_bar", "reason"]
 
 
 def reason(error: Exception) -> str:
@@ -25,6 +25,11 @@ def reason(error: Exception) -> str:
     return str(error)
 
 
+def on_terminal() -> bool:
+    """Whether standard error is a terminal; a process without one, as of a service, has ``None`` in its place."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
 @contextlib.contextmanager
 def progress_bar(what: str, total: int, *, quiet: bool = False) -> Iterator[Callable[[str, int], None]]:
     """A progress bar on standard error, in bytes, where that is a terminal; yields the function that advances it.
@@ -32,7 +37,7 @@ def progress_bar(what: str, total: int, *, quiet: bool = False) -> Iterator[Call
     Args:
       what: the label. total: bytes. quiet: no bar.
     """
-    if quiet or not sys.stderr.isatty():  # to import rich takes a twentieth of a second
+    if quiet or not on_terminal():  # to import rich takes a twentieth of a second
         yield lambda _name, _size: None
         return
     from rich.console import Console

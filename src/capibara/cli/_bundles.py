@@ -9,6 +9,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from capibara.cli._archives import on_terminal
 from capibara.cli._models import find_config, is_archive, load_source, warn_on_stderr
 from capibara.errors import ConfigError
 
@@ -73,7 +74,7 @@ def add_bundle_arguments(parser: argparse.ArgumentParser) -> None:
 
 def say_compiled(done: int, total: int) -> None:
     """A line of progress on a terminal."""
-    if sys.stderr.isatty():
+    if on_terminal():
         print(
             f"\rcompiled {done} of {total} programs",
             end="\n" if done == total else "",

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator
 
 HELP = """Measure an endpoint with the API of OpenAI, such as that of capibara serve: requests come at random times or
@@ -101,7 +100,9 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _progress(total: int, *, quiet: bool) -> Iterator[Callable[[int], None] | None]:
-    if quiet or not sys.stderr.isatty():
+    from capibara.cli._archives import on_terminal
+
+    if quiet or not on_terminal():
         yield None
         return
     from rich.console import Console

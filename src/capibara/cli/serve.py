@@ -129,16 +129,17 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Settings of Python for a start."""
+    """Python's garbage collection and switch interval as a start needs them, and as they were afterwards."""
     # What a start makes is kept: looking through it for garbage again and again takes a tenth of its time.
+    collects, interval = gc.isenabled(), sys.getswitchinterval()
     gc.disable()
-    interval = sys.getswitchinterval()
-    # After each read, of which there are hundreds, a thread waits for others that import for as long as this.
+    # A thread that has read a file, of which there are hundreds, waits so long for one that imports.
     sys.setswitchinterval(_SWITCH_S)
     try:
         yield
     finally:
-        gc.enable()
+        if collects:
+            gc.enable()
         sys.setswitchinterval(interval)
 
 

@@ -3,7 +3,8 @@
 Tensors are read one at a time, each byte once, and only what this process's devices hold: each device's part straight
 from its bytes in the file, or, where these do not follow one another, from blocks of a few megabytes. A tensor becomes
 an array in its own order of dimensions; the device turns it round and puts it into the stack of its blocks, in place.
-Where that device is this machine, whose memory is at hand, it is copied instead, and no program is compiled for it.
+Where that device is this machine, and within :func:`~capibara.native.rooms.reuse_rooms`, it is copied instead: no
+program is compiled for it. XLA does not own such arrays, so that it would copy them where they are donated.
 """
 
 from __future__ import annotations
@@ -194,14 +195,14 @@ def _loaded(
                 held = slice(start, start + piece.stored(shape)[one.axis] * one.step, one.step)
                 own, dtype = shardings[path], model.compiled.params[path].dtype
                 # What becomes a parameter as it is needs memory of its own.
-                once = path in targets or not _stays(entry.dtype, piece.order, dtype)
-                room = scratch.room if once else rooms.room
+                temporary = path in targets or not _stays(entry.dtype, piece.order, dtype)
+                room = scratch.room if temporary else rooms.room
                 raw = entry.on_devices(piece, shape, one.axis, held, own, index, room=room)
                 if path == one.parts[-1][1]:
                     entry.forget()
                 # One at a time: what has been read but not yet put in its place is memory besides the parameters.
                 if path in copied:
-                    _copy(np.asarray(raw), piece.order, targets[path][index])
+                    _copy(np.asarray(raw), piece.order, targets[path][(*index, ...)])
                 else:
                     targets[path] = _put(
                         targets.get(path), raw, piece.order, index, dtype, own
@@ -443,13 +444,14 @@ def _put(
 
 
 def _copied(model: ModularCapibaraModel, wanted: list[Placed], stored: Mapping[str, Any]) -> set[Path]:
-    """The parameters that are copied into memory of this machine, which are the device's as it is.
+    """The parameters that are copied into host memory, which the device then uses as it is.
 
-    Numbers of other dtypes and orders are left to XLA, which uses all processors for them.
+    Other orders, and numbers of another dtype, are left to XLA, which uses all processors for them.
     """
     import jax
 
-    if model.mesh is not None or jax.local_devices()[0].platform != "cpu" or not can_transpose():
+    on_cpu = model.mesh is None and jax.local_devices()[0].platform == "cpu"
+    if not (on_cpu and rooms.is_reusing() and can_transpose()):
         return set()
     found, others = set(), set()
     for placed in wanted:
@@ -473,8 +475,9 @@ def _matrices(order: tuple[int, ...]) -> tuple[int, int] | None:
 
 
 def _memory_of(model: ModularCapibaraModel, path: Path) -> np.ndarray:
+    """Room for a parameter; tensors fill all of it, since :func:`places` has one for each of its entries."""
     spec = model.compiled.params[path]
-    return rooms.room(tuple(spec.sizes({}, "a parameter")), np.dtype(spec.dtype))
+    return rooms.room(tuple(spec.sizes({}, ".".join(path))), np.dtype(spec.dtype))
 
 
 def _copy(raw: np.ndarray, order: tuple[int, ...], to: np.ndarray) -> None:

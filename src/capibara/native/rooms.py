@@ -2,7 +2,8 @@
 
 A CPU device uses it as it is (``jax.device_put`` copies nothing). While a model is loaded and its matrices are packed,
 each in turn, memory that was dropped can be handed out again: new memory is filled with zeros first, and in a virtual
-machine the host has to find it, which takes up to a millisecond for a megabyte.
+machine the host has to find it, which takes up to a millisecond for a megabyte. XLA does not own it: a program that is
+given such an array to donate copies it.
 """
 
 from __future__ import annotations
@@ -18,16 +19,20 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["reuse_rooms", "room"]
+__all__ = ["is_reusing", "reuse_rooms", "room"]
 
 _PAGE = mmap.PAGESIZE
 _LARGE = 4 << 20  # bytes from which NumPy asks for large pages, too
 
 
 def room(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """An array whose numbers are not set. Memory of ``malloc`` of this size may stay with the process instead."""
+    """An array whose numbers are not set. Memory of ``malloc`` of this size may stay with the process instead.
+
+    Raises:
+      MemoryError: the system has no more.
+    """
     dtype = np.dtype(dtype)
-    count = math.prod(shape)
+    count = math.prod(map(int, shape))
     size = -(-max(count * dtype.itemsize, 1) // _PAGE) * _PAGE
     rooms = _in_use
     block = _Block(_Arena(size), 0, size) if rooms is None else rooms.take(size)
@@ -37,7 +42,7 @@ def room(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 @contextlib.contextmanager
 def reuse_rooms() -> Iterator[None]:
     """Within it, memory that :func:`room` gave and that was dropped is handed out again; at the end what is free goes
-    back to the system. Within another one, and in other threads, that one goes on.
+    back to the system. It holds for all threads; one that begins while another is in use does nothing.
     """
     global _in_use
     with _starting:
@@ -51,12 +56,20 @@ def reuse_rooms() -> Iterator[None]:
             own.close()
 
 
+def is_reusing() -> bool:
+    """Whether :func:`reuse_rooms` is in use."""
+    return _in_use is not None
+
+
 class _Arena:
     """Memory of one mapping, of which parts are taken."""
 
     def __init__(self, size: int) -> None:
-        # Of shared memory, the default, pages are given back by nothing but its end, and are rarely large.
-        self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Not shared, as it is by default: single pages of that do not go back, and rarely are there large ones.
+        try:
+            self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"{size} bytes: {error.strerror}") from None
         if size >= _LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # of a kernel without large pages
                 self.memory.madvise(mmap.MADV_HUGEPAGE)

@@ -25,13 +25,15 @@ def transpose_into(matrices: np.ndarray, out: np.ndarray) -> None:
     """Write matrices with their last two dimensions swapped: ``out[...] = matrices.swapaxes(-1, -2)``.
 
     Args:
-      matrices: at least two dimensions, of items of 2, 4 or 8 bytes; copied first if not contiguous.
-      out: contiguous, of the same dtype.
+      matrices: at least two dimensions, of numbers of 2, 4 or 8 bytes; copied first if not contiguous.
+      out: contiguous, of the same dtype, without a byte of ``matrices``.
 
     Raises:
       ValueError: shapes, dtypes or strides do not fit.
       NotImplementedError: the native library is missing; the message gives the reason.
     """
+    if matrices.ndim < 2:
+        raise ValueError(f"matrices: got {matrices.ndim} dimensions, expected at least 2")
     *several, rows, columns = matrices.shape
     if out.shape != (*several, columns, rows) or out.dtype != matrices.dtype or not out.flags.c_contiguous:
         raise ValueError(
@@ -39,10 +41,12 @@ def transpose_into(matrices: np.ndarray, out: np.ndarray) -> None:
             f"{[*several, columns, rows]}"
         )
     size = matrices.dtype.itemsize
-    if size not in (2, 4, 8):
-        raise ValueError(f"matrices: got items of {size} bytes, expected 2, 4 or 8")
+    if size not in (2, 4, 8) or matrices.dtype.hasobject:
+        raise ValueError(f"matrices: got {matrices.dtype}, expected numbers of 2, 4 or 8 bytes")
     if not out.flags.writeable:
         raise ValueError("out: is read-only")
+    if np.may_share_memory(matrices, out):
+        raise ValueError("out: has memory of the matrices")
     if matrices.size == 0:
         return
     matrices = np.ascontiguousarray(matrices)

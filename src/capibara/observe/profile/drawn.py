@@ -19,7 +19,7 @@ def refuse_random_numbers() -> Iterator[None]:
     """Within it, no number may be drawn from the generators of ``random`` and ``numpy.random``.
 
     Both are left as they were, so that a script that is tried as a program goes on with the numbers that it had drawn
-    without it. Generators that a script makes itself are not seen.
+    without it. Generators that a script makes itself are not seen; what other threads draw meanwhile is drawn again.
 
     Raises:
       DrawnNumbers: at the end, if a number was drawn.
@@ -27,10 +27,10 @@ def refuse_random_numbers() -> Iterator[None]:
     import numpy as np  # not before: the script may set its variables first
 
     read, write = np.random.get_state, np.random.set_state
-    python, legacy = random.getstate(), read()
+    python, legacy = random.getstate(), read(legacy=False)
     try:
         yield
-        drawn = random.getstate() != python or not _same(read(), legacy)
+        drawn = random.getstate() != python or not _same(read(legacy=False), legacy)
     finally:
         random.setstate(python)
         write(legacy)
@@ -39,7 +39,9 @@ def refuse_random_numbers() -> Iterator[None]:
 
 
 def _same(state: Any, other: Any) -> bool:
-    """Whether two states of NumPy's generator, tuples of which one item is an array, are equal."""
+    """Whether two states of a generator of NumPy, nested dicts of numbers and arrays, are equal."""
     import numpy as np
 
-    return all(np.array_equal(one, two) for one, two in zip(state, other, strict=True))
+    if isinstance(state, dict):
+        return state.keys() == other.keys() and all(_same(state[key], other[key]) for key in state)
+    return np.array_equal(state, other)

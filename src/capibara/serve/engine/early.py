@@ -61,8 +61,10 @@ class EarlyPrograms:
         self._thread.start()
 
     def wait_for_xla(self) -> None:
-        """Wait until XLA is at work, in threads of its own: what else is done in Python before then would only take
-        turns with this, and XLA would begin later."""
+        """Wait until the programs are in the hands of the threads that compile them.
+
+        In a warm start XLA is then at work. Whatever the caller does in Python before would make it begin later.
+        """
         self._begun.wait()
 
     def take(self) -> Early | None:

@@ -230,7 +230,7 @@ def _wide(model: Any, name: tuple[str, ...], leaf: Any, kernels: bool) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
     if leaf.size < LEAST_MATRIX:  # not worth a program for its shape
-        return jax.device_put(np.asarray(leaf).astype(np.float32))
+        return jax.device_put(np.asarray(leaf).astype(np.float32), leaf.sharding)
     return leaf.astype(jnp.float32)
 
 

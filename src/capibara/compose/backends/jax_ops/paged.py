@@ -120,7 +120,7 @@ class _Pool:
         """The page of each token, ``int32 [tokens, 1]`` (-1: none), and its place in it, ``int32 [tokens]``."""
         at = paged_positions(table, starts, rows, chunks, chunk)[0]
         sequence = _spread(jnp.arange(starts.shape[0], dtype=jnp.int32), rows, chunks, chunk)
-        # Not // and %, which look at signs: each block of a program does this.
+        # Positions are not negative: for // and %, which allow that, each block has five times the operations.
         size = jnp.int32(self.page_size)
         column, within = jax.lax.div(at, size), jax.lax.rem(at, size)
         inside = _real(counts, rows, chunks, chunk) & (column < table.shape[1])
