@@ -84,7 +84,7 @@ def test_those_of_a_plain_model_are_updated_in_place(tmp_path: Path):
 
 def test_one_number_of_each_layer():
     to = np.zeros(4, np.float32)
-    loading._copy(np.float32(3).reshape(()), (), to[(1, ...)])
+    loading._copy(np.array(3, np.float32), (), to[(1, ...)])
     assert to.tolist() == [0, 3, 0, 0]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -129,7 +130,13 @@ def test_within_another_one_that_one_goes_on():
 def test_memory_that_the_system_does_not_have():
     with pytest.raises(MemoryError, match="bytes: "):
         room((1 << 60,), np.uint8)
-    assert room((np.int32(70_000), np.int32(1)), np.uint8).shape == (70_000, 1)
+
+
+def test_sizes_of_numpy_do_not_overflow():
+    shape: Any = np.array([70_000, 70_000, 0], np.int32)
+    assert room(tuple(shape), np.uint8).shape == (70_000, 70_000, 0)
+    with pytest.raises(MemoryError):
+        room((*shape[:2], 1 << 40), np.uint8)
 
 
 def test_an_error_within_ends_it():

@@ -68,8 +68,8 @@ class _Arena:
         # Not shared, as it is by default: single pages of that do not go back, and rarely are there large ones.
         try:
             self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise MemoryError(f"{size} bytes: {error.strerror}") from None
+        except (OSError, OverflowError) as error:
+            raise MemoryError(f"{size} bytes: {error}") from None
         if size >= _LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # of a kernel without large pages
                 self.memory.madvise(mmap.MADV_HUGEPAGE)
