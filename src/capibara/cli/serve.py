@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from capibara.serve.http.base import Served, ServerSettings
     from capibara.serve.loaded import LoadedModel
 
-_SWITCH_S = 5e-4
+_SWITCH_S = 5e-4  # by default Python has 5e-3
 
 HELP = """Serve a model over HTTP, with the API of OpenAI: /v1/completions, /v1/chat/completions, /v1/responses (of a
 model that makes vectors: /v1/embeddings), /v1/models, /tokenize, /detokenize, /health and /metrics. MODEL is the folder
@@ -133,7 +133,7 @@ def _undisturbed() -> Iterator[None]:
     # What a start makes is kept: looking through it for garbage again and again takes a tenth of its time.
     collects, interval = gc.isenabled(), sys.getswitchinterval()
     gc.disable()
-    # A thread that has read a file, of which there are hundreds, waits so long for one that imports.
+    # A thread that has read from a file, as loading does hundreds of times, waits this long for one that imports.
     sys.setswitchinterval(_SWITCH_S)
     try:
         yield
