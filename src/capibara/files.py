@@ -29,7 +29,7 @@ __all__ = [
     "NewFile",
     "digest_of_files",
     "disown",
-    "files_below",
+    "entries_below",
     "fsync_folder",
     "locked",
     "naming",
@@ -116,26 +116,21 @@ def digest_of_files(
     """
     digest = hashlib.sha256()
     for place in places:
-        for path in _files_of(os.path.join(root, place), suffixes):
+        start = os.path.join(root, place)
+        paths = [entry.path for entry in entries_below(start, suffixes)] if os.path.isdir(start) else [start]
+        for path in paths:
             with open(path, "rb", buffering=0) as file:
                 digest.update(os.path.relpath(path, root).encode() + b"\0" + file.read())
     return digest.hexdigest()
 
 
-def files_below(root: Path, suffixes: tuple[str, ...] = (".py",)) -> Iterator[str]:
-    """The paths of all files in a folder and those in it that end so, in order."""
-    return _files_of(os.fspath(root), suffixes)
-
-
-def _files_of(place: str, suffixes: tuple[str, ...]) -> Iterator[str]:
-    if not os.path.isdir(place):
-        yield place
-        return
-    for entry in sorted(os.scandir(place), key=lambda entry: entry.name):
+def entries_below(root: str | os.PathLike[str], suffixes: tuple[str, ...]) -> Iterator[os.DirEntry[str]]:
+    """All files in a folder and those in it whose names end so, in order."""
+    for entry in sorted(os.scandir(os.fspath(root)), key=lambda entry: entry.name):
         if entry.is_dir():
-            yield from _files_of(entry.path, suffixes)
+            yield from entries_below(entry.path, suffixes)
         elif entry.name.endswith(suffixes):
-            yield entry.path
+            yield entry
 
 
 class NewFile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,12 +18,13 @@ from hypothesis import strategies as st
 from jax.experimental import serialize_executable
 from own_cache import own_cache
 
-from capibara.compilation import persistent_cache
+from capibara.compilation import persistent_cache, untraced
 from capibara.compilation.cache_entries import compress
 from capibara.compilation.persistent_cache import keep_compiled
 from capibara.compilation.untraced import UntracedPrograms
 from capibara.ops import tuning_cache, use_tuning
 from capibara.ops.tuning import Tuned, forced, tuning_file
+from capibara.startup import STARTED
 
 X = np.arange(12, dtype=np.float32).reshape(3, 4)
 OUTPUTS = {"sum": 0, "turned": 0}
@@ -134,7 +136,7 @@ def test_what_programs_depend_on(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         changed.setenv("CAPIBARA_NATIVE", "0")
         assert here(a=1).get("f", (X,), OUTPUTS) is None
     with monkeypatch.context() as changed:
-        changed.setattr("capibara.compilation.untraced._code", lambda: "another version")
+        changed.setattr("capibara.compilation.untraced._code", lambda *_: "another version")
         assert here(a=1).get("f", (X,), OUTPUTS) is None
     before = jax.config.jax_default_matmul_precision  # pyright: ignore
     jax.config.update("jax_default_matmul_precision", "highest")
@@ -233,6 +235,59 @@ def test_sources_that_changed_meanwhile(folder: Path, monkeypatch: pytest.Monkey
     """What was imported may be the former ones."""
     monkeypatch.setattr("capibara.compilation.untraced.STARTED", 1e9)
     assert UntracedPrograms.here({}) is None
+
+
+def test_sources_are_read_once_as_long_as_they_stay(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here(a=1).make("f", (X,), OUTPUTS, lower)
+    last, sources = untraced._sources()
+    assert last < STARTED
+    code = untraced.digest_of_files(untraced._SOURCES)
+    assert (folder / "sources").read_text() == f"{sources} {code}"
+    read: list[Any] = []
+    digest = untraced.digest_of_files
+    monkeypatch.setattr(untraced, "digest_of_files", lambda *given: (read.append(given), digest(*given))[1])
+    untraced._code.cache_clear()  # as in another process
+    check(here(a=1).get("f", (X,), OUTPUTS))
+    assert not read
+    # One file has another size, or time.
+    monkeypatch.setattr(untraced, "_sources", lambda: (last, "5" * 64))
+    check(here(a=1).get("f", (X,), OUTPUTS))
+    assert len(read) == 1
+    assert (folder / "sources").read_text() == f"{'5' * 64} {code}"
+    monkeypatch.setattr(untraced, "digest_of_files", lambda *_: "6" * 64)
+    monkeypatch.setattr(untraced, "_sources", lambda: (last, "7" * 64))
+    assert here(a=1).get("f", (X,), OUTPUTS) is None
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff\xfe", b"{} none", b"{}", b"{} ../../x", b"{} " + b"0" * 100_000]
+)
+def test_a_digest_of_sources_that_is_damaged(folder: Path, content: bytes) -> None:
+    here(a=1).make("f", (X,), OUTPUTS, lower)
+    _, sources = untraced._sources()
+    (folder / "sources").write_bytes(content.replace(b"{}", sources.encode()))
+    untraced._code.cache_clear()
+    check(here(a=1).get("f", (X,), OUTPUTS))
+    assert (folder / "sources").read_text() == f"{sources} {untraced.digest_of_files(untraced._SOURCES)}"
+
+
+def test_what_the_system_says_of_sources_changes_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(untraced, "_SOURCES", tmp_path)
+    (tmp_path / "room").mkdir()
+    path = tmp_path / "room" / "a.py"
+    path.write_text("1")
+    seen = {untraced._sources()[1]}
+    before = path.stat()
+    path.write_text("2")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # as reproducible archives have them
+    seen.add(untraced._sources()[1])
+    (tmp_path / "b.py").write_text("")
+    seen.add(untraced._sources()[1])
+    (tmp_path / "b.py").rename(tmp_path / "room" / "b.py")
+    seen.add(untraced._sources()[1])
+    assert len(seen) == 4
 
 
 def test_measurements_that_operations_are_traced_with(folder: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from capibara.config import ModularModelConfig
     from capibara.data import Tokenizer
+    from capibara.families.on_host import Packed
     from capibara.serve.loaded import LoadedModel
     from capibara.train import Origin
 
@@ -188,6 +189,7 @@ def load_source(
     ema: bool = False,
     decode: bool | str = True,
     mesh: jax.sharding.Mesh | None = None,
+    packing: Callable[[], Mapping[tuple[str, ...], Packed]] | None = None,
 ) -> LoadedModel:
     """The model in a run, the folder of a published model, a GGUF file, or a compressed file that carries its settings.
 
@@ -196,6 +198,7 @@ def load_source(
       ema: with the averaged parameters of a run.
       decode: what to do with quantized weights: :func:`capibara.serve.load_compressed`.
       mesh: that it is divided over; by default it is on one device, or where its settings say.
+      packing: what of a published model an engine wants to be packed: :func:`capibara.families.load_pretrained`.
 
     Raises:
       CapibaraError: there is none, or it is damaged.
@@ -203,6 +206,7 @@ def load_source(
     from capibara.cli._archives import progress_bar
     from capibara.core import ModularCapibaraModel
     from capibara.errors import ConfigError
+    from capibara.families import load_pretrained
     from capibara.serve.loaded import LoadedModel
 
     if ema and (is_archive(path) or is_published(path)):
@@ -216,7 +220,7 @@ def load_source(
 
         return load_model(find_checkpoint(path, warn=warn_on_stderr), ema=ema, mesh=mesh)
     with progress_bar("loading", model_bytes(path), quiet=quiet) as progress:
-        model = ModularCapibaraModel.from_pretrained(path, mesh=mesh, progress=progress)
+        model = load_pretrained(ModularCapibaraModel, path, mesh=mesh, progress=progress, packing=packing)
     return LoadedModel(model, model.params, model.state, None)
 
 

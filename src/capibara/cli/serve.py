@@ -187,15 +187,22 @@ def _run(args: argparse.Namespace, started: Callable[[], object]) -> int:
         early = _early(args) if bundle is None and mesh is None else None
         if early is not None:
             kept.callback(early.take)  # a process that ends while XLA compiles is aborted
-            early.wait_for_xla()
             from capibara.native.rooms import reuse_rooms
 
             # Memory that a parameter was read into takes the packed matrices of the next one.
             loading.enter_context(reuse_rooms())
         # The largest imports, while files are read: for this the checks above do without them.
-        importing = threading.Thread(target=_import_server, name="capibara-imports", daemon=True)
+        importing = threading.Thread(
+            target=_import_server, args=(early,), name="capibara-imports", daemon=True
+        )
         importing.start()
-        loaded = load_source(args.model, quiet=args.quiet, decode=True if args.decode else "auto", mesh=mesh)
+        loaded = load_source(
+            args.model,
+            quiet=args.quiet,
+            decode=True if args.decode else "auto",
+            mesh=mesh,
+            packing=None if early is None else early.packing,
+        )
         importing.join()
         import uvicorn
 
@@ -237,7 +244,9 @@ def _run(args: argparse.Namespace, started: Callable[[], object]) -> int:
     return 0
 
 
-def _import_server() -> None:
+def _import_server(early: EarlyPrograms | None) -> None:
+    if early is not None:
+        early.wait_for_xla()
     with contextlib.suppress(ImportError):  # which is said where it is needed
         import uvicorn  # noqa: F401
 

@@ -17,6 +17,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ import capibara
 from capibara.compilation.cache_entries import compress, decompress
 from capibara.compilation.packing.environment import environment_of
 from capibara.compilation.persistent_cache import CacheSession, shared_session
-from capibara.files import digest_of_files, files_below, replace_file
+from capibara.files import digest_of_files, entries_below, replace_file
 from capibara.jax_versions import process_settings, trace_context, watch_program_keys
 from capibara.native import library
 from capibara.ops.tuning import tuning_facts
@@ -36,6 +37,7 @@ from capibara.startup import STARTED
 __all__ = ["UntracedPrograms"]
 
 _SOURCES = Path(capibara.__file__).parent
+_CODE, _MOST_CODE = "sources", 256
 _MOST_BYTES = 256 << 20
 _DIGEST = hashlib.sha256().digest_size
 # Of the process: where programs are kept, and what is said about them.
@@ -48,11 +50,12 @@ class UntracedPrograms:
 
     Args:
       session: of the folder. facts: all that the thing's functions depend on beside their arguments and their code;
-        JSON can write it.
+        JSON can write it. code: a digest of all sources.
     """
 
-    def __init__(self, session: CacheSession, facts: Mapping[str, Any]) -> None:
-        self._session, self._facts = session, json.dumps([dict(facts), _surroundings()], sort_keys=True)
+    def __init__(self, session: CacheSession, facts: Mapping[str, Any], code: str) -> None:
+        self._session = session
+        self._facts = json.dumps([dict(facts), code, _surroundings()], sort_keys=True)
         self._refused: set[str] = set()  # keys of programs that JAX cannot write
 
     @classmethod
@@ -64,7 +67,11 @@ class UntracedPrograms:
         if not all(flag.startswith("--") for flag in os.environ.get("XLA_FLAGS", "").split()):
             return None  # a file of flags, which may change
         try:
-            return None if process_settings() is None or _changed() else cls(session, facts)
+            changed, sources = _sources()
+            # What this process has imported may be the former one.
+            if process_settings() is None or changed > STARTED:
+                return None
+            return cls(session, facts, _code(session.folder, sources))
         except OSError:  # of a source that cannot be read
             return None
 
@@ -175,7 +182,6 @@ def _surroundings() -> dict[str, Any]:
     settings = process_settings() or {}
     return {
         **environment_of(jax.devices()[:1], {}),
-        "code": _code(),
         "native": library.problem() or library.isa(),  # and its functions are there for XLA to find
         "settings": {k: v for k, v in sorted(settings.items()) if not k.startswith(_WITHOUT_EFFECT)},
         "variables": {name: os.environ.get(name, "") for name in _VARIABLES},
@@ -183,11 +189,30 @@ def _surroundings() -> dict[str, Any]:
     }
 
 
-def _changed() -> bool:
-    """Whether a source was changed since this process began: what it has imported may be the former one."""
-    return any(os.stat(path).st_mtime > STARTED for path in files_below(_SOURCES))
+def _sources() -> tuple[float, str]:
+    """When a source was changed last, and a digest of what the system says of each, which changes with it."""
+    last, digest = 0.0, hashlib.sha256(os.fspath(_SOURCES).encode())
+    for entry in entries_below(_SOURCES, (".py",)):
+        status = entry.stat()
+        last = max(last, status.st_mtime)
+        facts = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        digest.update(f"{entry.path}\0{facts}\0".encode(errors="surrogateescape"))
+    return last, digest.hexdigest()
 
 
 @functools.cache
-def _code() -> str:
-    return digest_of_files(_SOURCES)
+def _code(folder: Path, sources: str) -> str:
+    """The digest of all sources. To read them takes some hundredths of a second, so it is kept in the folder, too.
+
+    Args:
+      sources: as :func:`_sources` gives it.
+    """
+    path = folder / _CODE
+    with contextlib.suppress(OSError, UnicodeDecodeError), open(path, "rb") as file:
+        before, _, found = file.read(_MOST_CODE).decode("ascii").partition(" ")
+        if before == sources and re.fullmatch("[0-9a-f]{64}", found):
+            return found
+    found = digest_of_files(_SOURCES)
+    with contextlib.suppress(OSError):  # of a full disk
+        replace_file(path, f"{sources} {found}".encode())
+    return found

@@ -3,8 +3,8 @@
 Tensors are read one at a time, each byte once, and only what this process's devices hold: each device's part straight
 from its bytes in the file, or, where these do not follow one another, from blocks of a few megabytes. A tensor becomes
 an array in its own order of dimensions; the device turns it round and puts it into the stack of its blocks, in place.
-Where that device is this machine, and within :func:`~capibara.native.rooms.reuse_rooms`, it is copied instead: no
-program is compiled for it. XLA does not own such arrays, so that it would copy them where they are donated.
+Where that device is this machine, and within :func:`~capibara.native.rooms.reuse_rooms`, it is read straight to where
+it will lie instead (:mod:`capibara.families.on_host`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from capibara.compress.models.numbers import numpy_dtype
 from capibara.families.errors import FamilyError
 from capibara.families.family import Family
 from capibara.families.folder import Pretrained
+from capibara.families.on_host import OnHost, Packed
 from capibara.families.tensors import ModelTensors, Piece, Placed, places
 from capibara.native import rooms
-from capibara.native.transposed import can_transpose, transpose_into
 
 if TYPE_CHECKING:
     import jax
@@ -149,6 +149,7 @@ def load_params(
     *,
     left_out: range = range(0),
     progress: Callable[[str, int], None] | None = None,
+    packing: Mapping[Path, Packed] | None = None,
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The parameters of a model but for adapters, nested as ``model.params``, and the stored dtypes of its tensors.
 
@@ -156,13 +157,14 @@ def load_params(
       files: the folder's. family: its. model: says shapes, dtypes and shardings.
       left_out: the numbers of layers that the folder may have besides, as :func:`further_layers` says.
       progress: called with each tensor's name and bytes.
+      packing: what may be in panels already, for an engine; where it can be.
 
     Raises:
       FamilyError: tensors are missing, unknown or of another shape.
     """
     # The whole of it: without the backend's settings float64 becomes float32.
     with model.backend.scope():
-        return _loaded(files, family, model.without_adapters(), left_out, progress)
+        return _loaded(files, family, model.without_adapters(), left_out, progress, packing or {})
 
 
 def _loaded(
@@ -171,21 +173,31 @@ def _loaded(
     model: ModularCapibaraModel,
     left_out: range,
     progress: Callable[[str, int], None] | None,
+    packing: Mapping[Path, Packed],
 ) -> tuple[dict[str, Any], dict[str, str]]:
     import jax
 
     wanted = placed_tensors(family, model)
     names = _checked(files, family, wanted, model.config.model, left_out)
+    forms = {name: numpy_dtype(files.tensors[given][1].form) for name, given in names.items()}
+    host = OnHost(model, wanted, forms, packing)
     stacks = {path for placed in wanted for _, path, index, _, _ in placed.parts if index}
-    copied = _copied(model, wanted, {name: files.tensors[given][1] for name, given in names.items()})
-    final, made = _empty(model, stacks - copied)
-    targets: dict[Path, Any] = {**made, **{path: _memory_of(model, path) for path in copied}}
+    final, targets = _empty(model, stacks - host.paths)
     shardings = {path: _automatic(sharding) for path, sharding in final.items()}
-    dtypes, scratch = {}, _Scratch()
+    dtypes, scratch, reported = {}, _Scratch(), 0
+
+    def report() -> None:
+        nonlocal reported
+        if progress is not None:
+            for placed in wanted[reported : len(dtypes)]:
+                _, stored = files.tensors[names[placed.name]]
+                progress(placed.name, stored.end - stored.start)
+        reported = len(dtypes)
+
     for placed in wanted:
         file, stored = files.tensors[names[placed.name]]
         dtypes[placed.name] = files.dtypes.get(names[placed.name], stored.form.name)
-        tensor = _Tensor(file.numbers(names[placed.name]), numpy_dtype(stored.form), stored.shape)
+        tensor = _Tensor(file.numbers(names[placed.name]), forms[placed.name], stored.shape)
         # Parts that do not lie in a row are copied, and an entry's are a small part of a tensor's.
         several = (
             zip(placed.entries(), tensor.entries(), strict=True) if placed.stacked else ((placed, tensor),)
@@ -193,25 +205,33 @@ def _loaded(
         for one, entry in several:
             for piece, path, index, shape, start in one.parts:
                 held = slice(start, start + piece.stored(shape)[one.axis] * one.step, one.step)
-                own, dtype = shardings[path], model.compiled.params[path].dtype
-                # What becomes a parameter as it is needs memory of its own.
-                temporary = path in targets or not _stays(entry.dtype, piece.order, dtype)
-                room = scratch.room if temporary else rooms.room
-                raw = entry.on_devices(piece, shape, one.axis, held, own, index, room=room)
+                if path in host:
+                    host.put(path, index, piece, shape, entry.held(one.axis, held))
+                else:
+                    own, dtype = shardings[path], model.compiled.params[path].dtype
+                    # What becomes a parameter as it is needs memory of its own.
+                    temporary = path in targets or not _stays(entry.dtype, piece.order, dtype)
+                    room = scratch.room if temporary else rooms.room
+                    raw = entry.on_devices(piece, shape, one.axis, held, own, index, room=room)
+                    # One at a time: what has been read but not yet put in its place is memory besides the parameters.
+                    target = _put(targets.get(path), raw, piece.order, index, dtype, own)
+                    targets[path] = target.block_until_ready()
+                    del raw, target
                 if path == one.parts[-1][1]:
                     entry.forget()
-                # One at a time: what has been read but not yet put in its place is memory besides the parameters.
-                if path in copied:
-                    _copy(np.asarray(raw), piece.order, targets[path][(*index, ...)])
-                else:
-                    targets[path] = _put(
-                        targets.get(path), raw, piece.order, index, dtype, own
-                    ).block_until_ready()
-                del raw
-        if progress is not None:
-            progress(placed.name, stored.end - stored.start)
+        if host.is_full:
+            host.read()
+        if host.is_empty:
+            report()
+    targets |= host.parameters()
+    report()
     # Where axes are explicit, their types change here, and no number moves.
-    return _nested({path: jax.device_put(value, final[path]) for path, value in targets.items()}), dtypes
+    return _nested(
+        {
+            path: value if path in host.packed else jax.device_put(value, final[path])
+            for path, value in targets.items()
+        }
+    ), dtypes
 
 
 def _checked(
@@ -297,18 +317,43 @@ class _Tensor:
             device: tuple(one.indices(size)[:2] for one, size in zip(cut, apart, strict=True))
             for device, cut in turned.addressable_devices_indices_map(apart).items()
         }
-        taken = held.indices(self._shape[axis]) if self._shape else (0, 1, 1)
-        if taken[2] > 1 or (axis and taken[:2] != (0, self._shape[axis])):
-            # Its rows have other parameters too: all of them are cut out of what is read once.
-            if self._all is None:
-                self._all = self._read(0, self._shape)
-            own = self._all[(slice(None),) * axis + (held,)].reshape(apart)
+        own = self._cut(axis, held)
+        if own is not None:
+            own = own.reshape(apart)
             parts = {one: own[tuple(slice(*ends) for ends in one)] for one in set(regions.values())}
         else:
-            offset = 0 if axis else taken[0] * math.prod(self._shape[1:])
-            parts = self._parts(offset, apart, list(dict.fromkeys(regions.values())), room)
+            parts = self._parts(self._run(axis, held)[0], apart, list(dict.fromkeys(regions.values())), room)
         placed = [jax.device_put(parts[region], device) for device, region in regions.items()]
         return jax.make_array_from_single_device_arrays(apart, turned, placed)
+
+    def held(self, axis: int, held: slice) -> FileNumbers | np.ndarray:
+        """The numbers of a part along an axis, in their order; unread where they follow one another in a file."""
+        own = self._cut(axis, held)
+        if own is not None:
+            return own
+        offset, count = self._run(axis, held)
+        numbers = self._numbers[offset : offset + count]
+        return numbers if isinstance(numbers, FileNumbers) else np.asarray(numbers).view(self.dtype)
+
+    def _taken(self, axis: int, held: slice) -> tuple[int, int, int]:
+        return held.indices(self._shape[axis]) if self._shape else (0, 1, 1)
+
+    def _cut(self, axis: int, held: slice) -> np.ndarray | None:
+        """A part whose rows have other parameters too, as all of them are: cut out of what is read once."""
+        taken = self._taken(axis, held)
+        if taken[2] == 1 and (not axis or taken[:2] == (0, self._shape[axis])):
+            return None
+        if self._all is None:
+            self._all = self._read(0, self._shape)
+        return self._all[(slice(None),) * axis + (held,)]
+
+    def _run(self, axis: int, held: slice) -> tuple[int, int]:
+        """Where numbers that follow one another begin, and how many they are."""
+        first, last, _ = self._taken(axis, held)
+        if axis:
+            return 0, math.prod(self._shape)
+        each = math.prod(self._shape[1:])
+        return first * each, (last - first) * each
 
     def _parts(
         self, offset: int, shape: tuple[int, ...], regions: list[_Region], room: _Room
@@ -441,56 +486,6 @@ def _put(
     if _stays(raw.dtype, order, dtype):
         return raw
     return _turning(order, dtype, sharding)(raw)
-
-
-def _copied(model: ModularCapibaraModel, wanted: list[Placed], stored: Mapping[str, Any]) -> set[Path]:
-    """The parameters that are copied into host memory, which the device then uses as it is.
-
-    Other orders, and numbers of another dtype, are left to XLA, which uses all processors for them.
-    """
-    import jax
-
-    on_cpu = model.mesh is None and jax.local_devices()[0].platform == "cpu"
-    if not (on_cpu and rooms.is_reusing() and can_transpose()):
-        return set()
-    found, others = set(), set()
-    for placed in wanted:
-        for piece, path, index, _, _ in placed.parts:
-            dtype, own = numpy_dtype(stored[placed.name].form), model.compiled.params[path].dtype
-            fits = dtype == own and _matrices(piece.order) is not None
-            # What becomes a parameter as it is needs no copy.
-            (found if fits and (index or not _stays(dtype, piece.order, own)) else others).add(path)
-    return found - others
-
-
-def _matrices(order: tuple[int, ...]) -> tuple[int, int] | None:
-    """How an order of dimensions transposes matrices: where their rows begin, and where their columns; otherwise None.
-
-    The dimensions before stay where they are, those of rows and of columns change places.
-    """
-    first = next((i for i, one in enumerate(order) if one != i), len(order))
-    middle = order[first] if first < len(order) else first
-    turned = (*range(first), *range(middle, len(order)), *range(first, middle))
-    return (first, middle) if order == turned else None
-
-
-def _memory_of(model: ModularCapibaraModel, path: Path) -> np.ndarray:
-    """Room for a parameter; tensors fill all of it, since :func:`places` has one for each of its entries."""
-    spec = model.compiled.params[path]
-    return rooms.room(tuple(spec.sizes({}, ".".join(path))), np.dtype(spec.dtype))
-
-
-def _copy(raw: np.ndarray, order: tuple[int, ...], to: np.ndarray) -> None:
-    """``to[...] = raw.transpose(order)``, for orders that :func:`_matrices` knows."""
-    found = _matrices(order)
-    assert found is not None
-    first, middle = found
-    if middle == first:
-        np.copyto(to, raw)
-        return
-    several, rows, columns = (raw.shape[a:b] for a, b in ((0, first), (first, middle), (middle, None)))
-    sizes = (math.prod(several), math.prod(rows), math.prod(columns))
-    transpose_into(raw.reshape(sizes), to.reshape(sizes[0], sizes[2], sizes[1]))
 
 
 @functools.lru_cache(maxsize=256)

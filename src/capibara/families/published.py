@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from capibara.data import read_tokenizer_files
@@ -17,6 +17,7 @@ from capibara.families.peft import adapter_settings, load_adapter
 
 if TYPE_CHECKING:
     from capibara.core import ModularCapibaraModel
+    from capibara.families.on_host import Packed
 
 __all__ = ["load_pretrained", "tokenizer_files_of"]
 
@@ -40,8 +41,13 @@ def load_pretrained(
     overrides: Any = (),
     adapter: str | os.PathLike[str] | None = None,
     progress: Callable[[str, int], None] | None = None,
+    packing: Callable[[], Mapping[tuple[str, ...], Packed]] | None = None,
 ) -> ModularCapibaraModel:
-    """See :meth:`capibara.core.ModularCapibaraModel.from_pretrained`; ``kind`` is the class of the model."""
+    """See :meth:`capibara.core.ModularCapibaraModel.from_pretrained`; ``kind`` is the class of the model.
+
+    With ``packing``, parameters that it names, when it is called, may be of another form, which an engine alone reads:
+    :func:`~capibara.families.load_params`.
+    """
     config, source = read_config(folder, dtype=dtype, overrides=overrides)
     embedding = read_embedding_files(folder)
     if adapter is not None:
@@ -50,7 +56,8 @@ def load_pretrained(
         left_out = further_layers(source)
         config, source = settled(files, config, source)
         model = kind(config, mesh=mesh, rules=rules)
-        params, dtypes = load_params(files, source.family, model, left_out=left_out, progress=progress)
+        how = {"left_out": left_out, "progress": progress, "packing": packing and packing()}
+        params, dtypes = load_params(files, source.family, model, **how)
     params = model.with_adapters(params)
     model.params = params if adapter is None else load_adapter(adapter, source.family, model, params)
     model.pretrained = dataclasses.replace(source, dtypes=dtypes, embedding=embedding)

@@ -48,9 +48,9 @@ _KINDS = (
     "tropical",
 )
 # Of these XLA calls entries that need no kernels of their own.
-_ENTRIES = (*_KINDS, "products", "rows", "thin_chain")
+_ENTRIES = (*_KINDS, "products", "rows", "thin_chain", "zeros")
 # Of these neither XLA's headers nor a set of instructions matters.
-_PLAIN = ("isa", "codec_choice", "codec_decode", "codec_encode", "panels", "trace", "transposed")
+_PLAIN = ("isa", "codec_choice", "codec_decode", "codec_encode", "panels", "placed", "trace")
 # No -ffast-math: infinities and NaN mean something here. Contraction is what lets a*b + c be one instruction.
 _FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno"]
 

@@ -41,6 +41,7 @@ TARGETS = (
     "capibara_thin_product",
     "capibara_turned",
     "capibara_write_rows",
+    "capibara_zeros",
 )
 
 

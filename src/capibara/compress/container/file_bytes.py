@@ -59,6 +59,16 @@ class FileBytes:
         if descriptor >= 0:
             os.close(descriptor)
 
+    def fileno(self) -> int:
+        """The descriptor of the open file.
+
+        Raises:
+          ArchiveError: it was closed.
+        """
+        if self._descriptor < 0:
+            raise ArchiveError(f"{self.path}: was closed before this was read")
+        return self._descriptor
+
     def read_into(self, out: np.ndarray | memoryview, offset: int) -> None:
         """Fill a contiguous array or buffer with the data from ``offset`` on.
 
@@ -67,12 +77,11 @@ class FileBytes:
           ArchiveError: it was closed.
         """
         view = memoryview(out.view(np.uint8).data if isinstance(out, np.ndarray) else out).cast("B")
-        if self._descriptor < 0:
-            raise ArchiveError(f"{self.path}: was closed before this was read")
+        descriptor = self.fileno()
         at = 0
         while at < len(view):
             with naming(self.path):
-                got = os.preadv(self._descriptor, [view[at:]], offset + at)
+                got = os.preadv(descriptor, [view[at:]], offset + at)
             if not got:
                 raise DamagedError(
                     f"{self.path}: ends after {offset + at} bytes, {self.size} were there when it was opened. "
@@ -99,12 +108,15 @@ class FileNumbers:
       kind: the dtype.
       offset: of the first element, in bytes.
       size: number of elements.
+
+    Attributes:
+      file, offset: as given.
     """
 
     ndim = 1
 
     def __init__(self, file: FileBytes, kind: np.dtype, offset: int, size: int) -> None:
-        self._file, self.dtype, self._offset, self.size = file, kind, offset, size
+        self.file, self.dtype, self.offset, self.size = file, kind, offset, size
 
     @property
     def nbytes(self) -> int:
@@ -128,17 +140,17 @@ class FileNumbers:
         if step != 1:
             raise ValueError(f"got a slice of step {step}, expected 1")
         return FileNumbers(
-            self._file, self.dtype, self._offset + first * self.dtype.itemsize, max(last - first, 0)
+            self.file, self.dtype, self.offset + first * self.dtype.itemsize, max(last - first, 0)
         )
 
     def read_into(self, out: np.ndarray) -> None:
         """Fill a contiguous array of as many bytes; errors as for :meth:`FileBytes.read_into`."""
-        self._file.read_into(out, self._offset)
+        self.file.read_into(out, self.offset)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         # Aligned, so that a device that is this machine can use the memory as it is.
         room = np.empty(self.nbytes + _ALIGNMENT, np.uint8)
         start = -room.ctypes.data % _ALIGNMENT
         out = room[start : start + self.nbytes].view(self.dtype)
-        self._file.read_into(out, self._offset)
+        self.file.read_into(out, self.offset)
         return out if dtype is None else out.astype(dtype, copy=False)

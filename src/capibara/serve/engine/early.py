@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -14,9 +15,16 @@ from capibara.compilation.untraced import UntracedPrograms
 from capibara.config import ModularModelConfig
 from capibara.core import ModularCapibaraModel
 from capibara.data import Tokenizer
+from capibara.families.on_host import Packed
 from capibara.memory.budget import device_budget
 from capibara.serve.engine.arrays import bytes_of_one_device, describe_arrays
-from capibara.serve.engine.layers import as_computed, bytes_held, layers_apart, room_for_panels
+from capibara.serve.engine.layers import (
+    as_computed,
+    bytes_held,
+    layers_apart,
+    packing_of,
+    room_for_panels,
+)
 from capibara.serve.engine.programs import Programs, pages_in_memory
 from capibara.serve.engine.steps import EngineSizes
 from capibara.serve.loaded import take_tokenizer
@@ -56,6 +64,7 @@ class EarlyPrograms:
     ) -> None:
         self._given = config, tokenizer, pages, sizes
         self._found: Early | None = None
+        self._packing: Future[Mapping[tuple[str, ...], Packed]] = Future()
         self._begun = threading.Event()
         self._thread = threading.Thread(target=self._work, name="capibara-early-programs", daemon=True)
         self._thread.start()
@@ -66,6 +75,10 @@ class EarlyPrograms:
         In a warm start XLA is then at work. Whatever the caller does in Python before would make it begin later.
         """
         self._begun.wait()
+
+    def packing(self) -> Mapping[tuple[str, ...], Packed]:
+        """What of the model's weights is to be in panels when it is loaded: what the programs expect there."""
+        return self._packing.result()
 
     def take(self) -> Early | None:
         """What was made, when it is there, for whom asks first; ``None`` if an argument was wrong, which the engine
@@ -80,6 +93,8 @@ class EarlyPrograms:
         except Exception:  # the engine will do the same, and say what is wrong
             return
         finally:
+            if not self._packing.done():
+                self._packing.set_result({})
             self._begun.set()
 
     def _made(self) -> Early:
@@ -90,6 +105,7 @@ class EarlyPrograms:
         params, state = describe_arrays(model)
         model = as_computed(model)
         panels = room_for_panels(model, params, donate=True, there=False)
+        self._packing.set_result(packing_of(model, params) if panels else {})
         parts = layers_apart(model, params, panels=panels)
         if pages is None:
             # The engine will ask when the weights are there.

@@ -22,6 +22,7 @@ from capibara import native
 from capibara.compose.backends.jax_stacked import Layers
 from capibara.compose.initializers import Scaled
 from capibara.compress.coded import is_coded
+from capibara.families.on_host import Packed
 from capibara.memory.budget import device_budget
 from capibara.memory.errors import MemorySettingError
 from capibara.ops.linalg.chained import chained
@@ -39,6 +40,7 @@ __all__ = [
     "in_float32",
     "layers_apart",
     "of_few_rows",
+    "packing_of",
     "room_for_panels",
     "without_panels",
 ]
@@ -95,7 +97,8 @@ def layers_apart(model: Any, params: Any, *, panels: bool = False, donate: bool 
     """The parameters with those of repeated blocks as :class:`~capibara.compose.backends.jax_stacked.Layers`.
 
     They are views: on one CPU device no weight is copied, unless its dtype and shape leave layers unaligned, or it has
-    16 bits and is no matrix of bfloat16 that kernels read. Elsewhere they come back as they are.
+    16 bits and is no matrix of bfloat16 that kernels read. Elsewhere they come back as they are, and so do those that
+    are apart already.
 
     Args:
       panels: copy the matrices that kernels multiply into :class:`~capibara.ops.linalg.panels.Panels`.
@@ -104,10 +107,12 @@ def layers_apart(model: Any, params: Any, *, panels: bool = False, donate: bool 
     if not _on_one_cpu(model):
         return params
     kernels = _has_kernels(model, params)
-    stacked = {path for path, spec in model.compiled.params.items() if spec.axes and spec.axes[0] == "layers"}
+    stacked = {path for path, spec in model.compiled.params.items() if _is_stacked(spec)}
     times = Counter(map(id, jax.tree.leaves(params)))
 
     def one(path: Any, given: Any) -> Any:
+        if isinstance(given, Layers | Panels):
+            return given
         name = tuple(step.key for step in path)
         leaf = _wide(model, name, given, kernels)
         sides = _sides(model, name, leaf) if panels and kernels else None
@@ -124,7 +129,34 @@ def layers_apart(model: Any, params: Any, *, panels: bool = False, donate: bool 
             given.delete()
         return found
 
-    return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_coded)
+    return jax.tree_util.tree_map_with_path(
+        one, params, is_leaf=lambda leaf: is_coded(leaf) or isinstance(leaf, Layers | Panels)
+    )
+
+
+def packing_of(model: Any, params: Any) -> dict[tuple[str, ...], Packed]:
+    """The matrices that :func:`layers_apart` packs into panels, for what loads them (:mod:`capibara.families.on_host`).
+
+    Args:
+      model: as :func:`as_computed` returns it. params: descriptions of what is stored.
+    """
+    specs = model.compiled.params
+    if not _on_one_cpu(model) or not _has_kernels(model, params):
+        return {}
+    found: dict[tuple[str, ...], Packed] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        name = tuple(step.key for step in path)
+        sides = _sides(model, name, _wide(model, name, leaf, True))
+        if sides is not None:
+            stacked, transposed = _is_stacked(specs[name]), name == _TABLE
+            shape = leaf.shape[1:] if stacked else leaf.shape
+            made = functools.partial(_panels, shape=shape, stacked=stacked, transposed=transposed)
+            found[name] = Packed(*sides, transposed, made)
+    return found
+
+
+def _is_stacked(spec: Any) -> bool:
+    return (spec.axes or ())[:1] == ("layers",)
 
 
 def _layers(leaf: Any) -> Any:
@@ -157,7 +189,7 @@ def _sides(model: Any, name: tuple[str, ...], leaf: Any) -> tuple[int, int] | No
         return None
     spec = model.compiled.params[name]
     axes = spec.axes or ()
-    shape = leaf.shape[1 if axes[:1] == ("layers",) else 0 :]
+    shape = leaf.shape[1 if _is_stacked(spec) else 0 :]
     if name == _TABLE and model.config.model.tie_embeddings:
         columns, inner = shape
     elif isinstance(spec.init, Scaled) and not spec.init.skip and name[-1] == "weight" and "conv" not in axes:
@@ -179,12 +211,16 @@ def _in_panels(leaf: Any, sides: tuple[int, int], *, stacked: bool, transposed: 
     inner, columns = sides
     if isinstance(leaf, jax.ShapeDtypeStruct):
         one = jax.ShapeDtypeStruct((columns // PANEL, inner, PANEL), leaf.dtype)
-        parts = [one] * (leaf.shape[0] if stacked else 1)
-    else:
-        lying = (columns, inner) if transposed else (inner, columns)
-        parts = in_panels(np.asarray(leaf).reshape(-1, *lying), transposed=transposed)
-        parts = [jax.device_put(part, may_alias=True) for part in parts]
-    made = [Panels(part, shape, transposed) for part in parts]
+        made = [Panels(one, shape, transposed)] * (leaf.shape[0] if stacked else 1)
+        return Layers(made) if stacked else made[0]
+    lying = (columns, inner) if transposed else (inner, columns)
+    packed = in_panels(np.asarray(leaf).reshape(-1, *lying), transposed=transposed)
+    return _panels(packed, shape=shape, stacked=stacked, transposed=transposed)
+
+
+def _panels(packed: np.ndarray, *, shape: tuple[int, ...], stacked: bool, transposed: bool) -> Any:
+    """The parameter of panels ``[layers, columns / 16, inner, 16]``, or of one matrix of them."""
+    made = [Panels(jax.device_put(part, may_alias=True), shape, transposed) for part in packed]
     return Layers(made) if stacked else made[0]
 
 
@@ -223,8 +259,7 @@ def _wide(model: Any, name: tuple[str, ...], leaf: Any, kernels: bool) -> Any:
     """A parameter as :func:`in_float32`; where there are kernels, matrices that these read as they are stay so."""
     if model.config.precision.compute_dtype != "float32" or is_coded(leaf) or leaf.dtype.name not in _NARROW:
         return leaf
-    axes = model.compiled.params[name].axes or ()
-    size = math.prod(leaf.shape[1 if axes[:1] == ("layers",) else 0 :])
+    size = math.prod(leaf.shape[1 if _is_stacked(model.compiled.params[name]) else 0 :])
     if kernels and _is_multiplied(model, name) and leaf.dtype == jnp.bfloat16 and size >= LEAST_MATRIX:
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):

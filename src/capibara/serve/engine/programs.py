@@ -22,6 +22,7 @@ from capibara.compress.coded import is_coded
 from capibara.core.paged import StepShape
 from capibara.errors import ConfigError
 from capibara.memory.budget import device_budget
+from capibara.memory.zeros import zeros_on_demand
 from capibara.ops.linalg.chained import chained
 from capibara.ops.linalg.few_rows import MOST_ROWS, few_rows
 from capibara.ops.linalg.joined import joined
@@ -116,6 +117,9 @@ class Programs:
         places = None if self._model.mesh is None else jax.tree.map(lambda x: x.sharding, described)
 
         def zeros() -> Any:
+            # Most of it is written late, or never: a start should not wait until all of it is.
+            if self._alone:
+                return zeros_on_demand(described)
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), described)
 
         program = self._program("cache", zeros, (), described, out_shardings=places)
