@@ -77,7 +77,8 @@ class EarlyPrograms:
         self._begun.wait()
 
     def packing(self) -> Mapping[tuple[str, ...], Packed]:
-        """What of the model's weights is to be in panels when it is loaded: what the programs expect there."""
+        """What of the model's weights is to be in panels when it is loaded: what the programs expect there. To be asked
+        before anything is loaded: what they leave to pages is known then."""
         return self._packing.result()
 
     def take(self) -> Early | None:
@@ -105,13 +106,13 @@ class EarlyPrograms:
         params, state = describe_arrays(model)
         model = as_computed(model)
         panels = room_for_panels(model, params, donate=True, there=False)
+        free = device_budget().free() if pages is None else 0
+        # Who waits for this begins to read the weights.
         self._packing.set_result(packing_of(model, params) if panels else {})
         parts = layers_apart(model, params, panels=panels)
         if pages is None:
             # The engine will ask when the weights are there.
-            free = (
-                device_budget().free() - bytes_held(params, parts, donate=True) - bytes_of_one_device(state)
-            )
+            free -= bytes_held(params, parts, donate=True) + bytes_of_one_device(state)
             most, kind = sizes.pages - 1, sizes.cache_dtype
             pages = pages_in_memory(model, sizes.page_size, kind, least=sizes.table, most=most, free=free)
         sizes = dataclasses.replace(sizes, pages=1 + pages)
