@@ -147,7 +147,7 @@ def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_model_that_makes_vectors_is_served_as_one() -> None:
     import argparse
 
-    from capibara.cli.serve import _application, add_arguments
+    from capibara.cli.serve import _application, _served, add_arguments
     from capibara.serve.http import Keys, ServerSettings
     from capibara.serve.loaded import LoadedModel
 
@@ -158,7 +158,7 @@ def test_a_model_that_makes_vectors_is_served_as_one() -> None:
     add_arguments(parser)
     arguments = parser.parse_args(["folder/encoder", "--max-length", "8"])
     loaded = LoadedModel(model, model.params, None, None)
-    served, app = _application(arguments, loaded, ServerSettings(Keys()))
+    served = _served(arguments, loaded)
     assert (served.name, served.max_length) == ("encoder", 8)
-    assert "/v1/embeddings" in app.openapi()["paths"]
+    assert "/v1/embeddings" in _application(served, ServerSettings(Keys())).openapi()["paths"]
     served.close()

@@ -12,10 +12,11 @@ from own_cache import own_cache
 from small_models import KINDS, SMALL
 
 from capibara.compilation.persistent_cache import keep_compiled
+from capibara.compress import CompressionProfile, ModelCompressionAPI
 from capibara.config import ModularModelConfig
 from capibara.core import ModularCapibaraModel
 from capibara.errors import ConfigError
-from capibara.serve import Engine, Request, Sampling
+from capibara.serve import AdapterRoom, Engine, Request, Sampling, Speculation, load_compressed
 from capibara.serve.engine.early import EarlyPrograms
 
 SETTINGS = {"model.vocab_size": 256, "model.max_sequence_length": 64, "train.sequence_length": 32}
@@ -99,6 +100,42 @@ def test_a_later_start_traces_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
         other = EarlyPrograms(config_of(**{"model.rope_theta": 77.0}), tmp_path, **SIZES).take()
         assert other is not None
         assert len(set(traced)) == 2
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("kind", ["plain", "codes", "adapters", "guesses"])
+def test_nor_does_an_engine_without_them(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[Any] = []
+    decode = ModularCapibaraModel.decode_pages
+
+    def counted(self: Any, params: Any, inputs: Any, cache: Any, shape: Any, **more: Any) -> Any:
+        traced.append(shape)
+        return decode(self, params, inputs, cache, shape, **more)
+
+    model = ModularCapibaraModel(config_of(**({"model.embed_dim": 64} if kind == "codes" else {})))
+    params, more = model.params, {}
+    if kind == "codes":
+        api = ModelCompressionAPI(CompressionProfile(strategy="int8"))
+        path = api.compress(model, decode="auto").save(tmp_path / "model.capi")
+        params = load_compressed(path, model.config, decode=False).params
+    elif kind == "adapters":
+        more = {"adapters": AdapterRoom(2)}
+    elif kind == "guesses":
+        more = {"speculation": Speculation(2)}
+    monkeypatch.setattr(ModularCapibaraModel, "decode_pages", counted)
+
+    def start(**other: Any) -> list[int]:
+        traced.clear()
+        with Engine(model, params, warm=False, **SIZES, **more, **other) as engine:
+            return tokens(engine)
+
+    with own_cache(tmp_path / "home", monkeypatch), keep_compiled(pytest.fail, min_seconds=0.0):
+        want = start()
+        assert len(set(traced)) > 1
+        assert start() == want
+        assert not traced
+        assert start(pages=40) == want
+        assert traced
 
 
 def test_what_is_wrong_the_engine_says(tmp_path: Path) -> None:

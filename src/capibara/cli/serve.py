@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from capibara.serve import AdapterRoom
     from capibara.serve.engine.bundle import ProgramBundle
     from capibara.serve.engine.early import EarlyPrograms
-    from capibara.serve.http.base import Served, ServerSettings
+    from capibara.serve.http.base import ServerSettings
+    from capibara.serve.http.embeddings import EmbeddingService
     from capibara.serve.loaded import LoadedModel
+    from capibara.serve.requests import EngineProtocol
 
 _SWITCH_S = 5e-4  # by default Python has 5e-3
 
@@ -191,11 +193,18 @@ def _run(args: argparse.Namespace, started: Callable[[], object]) -> int:
 
             # Memory that a parameter was read into takes the packed matrices of the next one.
             loading.enter_context(reuse_rooms())
-        # The largest imports, while files are read: for this the checks above do without them.
+        # The largest imports, while files are read, or, on a CPU, while XLA is at programs of earlier starts, which
+        # it gets as soon as they are known: for this the checks above do without them.
+        read = threading.Event()
         importing = threading.Thread(
-            target=_import_server, args=(early,), name="capibara-imports", daemon=True
+            target=_import_server,
+            args=(read.wait if early is None else early.wait_for_xla,),
+            name="capibara-imports",
+            daemon=True,
         )
         importing.start()
+        if not _on_cpu():
+            read.set()
         loaded = load_source(
             args.model,
             quiet=args.quiet,
@@ -203,26 +212,23 @@ def _run(args: argparse.Namespace, started: Callable[[], object]) -> int:
             mesh=mesh,
             packing=None if early is None else early.packing,
         )
+        read.set()
+        served = _served(args, loaded, bundle, early)
+        del loaded  # its weights are the engine's now
         importing.join()
         import uvicorn
 
         from capibara.serve.http import ServerSettings
 
-        served, app = _application(
-            args,
-            loaded,
-            ServerSettings(
-                keys,
-                args.max_body,
-                args.timeout,
-                page=not args.no_page,
-                load_adapters=args.load_adapters,
-                hosts=hosts,
-            ),
-            bundle,
-            early,
+        settings = ServerSettings(
+            keys,
+            args.max_body,
+            args.timeout,
+            page=not args.no_page,
+            load_adapters=args.load_adapters,
+            hosts=hosts,
         )
-        del loaded  # its weights are the engine's now
+        app = _application(served, settings)
         loading.close()
         config = uvicorn.Config(
             app,
@@ -244,9 +250,14 @@ def _run(args: argparse.Namespace, started: Callable[[], object]) -> int:
     return 0
 
 
-def _import_server(early: EarlyPrograms | None) -> None:
-    if early is not None:
-        early.wait_for_xla()
+def _on_cpu() -> bool:
+    import jax
+
+    return jax.default_backend() == "cpu"
+
+
+def _import_server(begin: Callable[[], object]) -> None:
+    begin()
     with contextlib.suppress(ImportError):  # which is said where it is needed
         import uvicorn  # noqa: F401
 
@@ -282,13 +293,11 @@ def _bundle(args: argparse.Namespace) -> ProgramBundle | None:
 
 def _early(args: argparse.Namespace) -> EarlyPrograms | None:
     """The first programs, made while the weights are read, where that can be: of plain models on a CPU."""
-    import jax
-
     from capibara.cli._models import find_config, is_archive
     from capibara.serve.engine.early import EarlyPrograms
 
     others = args.adapter or args.load_adapters or args.draft_model is not None
-    if others or is_archive(args.model) or jax.default_backend() != "cpu":
+    if others or is_archive(args.model) or not _on_cpu():
         return None
     config, tokenizer = find_config(args.model)
     if config.tpu.enabled or not config.model.causal:
@@ -299,14 +308,22 @@ def _early(args: argparse.Namespace) -> EarlyPrograms | None:
     )
 
 
-def _application(
+def _application(served: EngineProtocol | EmbeddingService, settings: ServerSettings) -> Any:
+    """The application of what answers."""
+    from capibara.serve.http import EmbeddingService, create_app, create_embedding_app
+
+    if isinstance(served, EmbeddingService):
+        return create_embedding_app(served, settings)
+    return create_app(served, settings)
+
+
+def _served(
     args: argparse.Namespace,
     loaded: LoadedModel,
-    settings: ServerSettings,
     bundle: ProgramBundle | None = None,
     early: EarlyPrograms | None = None,
-) -> tuple[Served, Any]:
-    """What answers, and its application: for a model that writes texts, or for one that makes vectors."""
+) -> EngineProtocol | EmbeddingService:
+    """What answers: for a model that writes texts, or for one that makes vectors."""
     from capibara.errors import ConfigError
 
     name = args.name or Path(args.model).absolute().name
@@ -319,13 +336,11 @@ def _application(
                     "Leave it out"
                 )
         from capibara.serve import Embedder
-        from capibara.serve.http import EmbeddingService, create_embedding_app
+        from capibara.serve.http import EmbeddingService
 
         embedder = Embedder.of(loaded.model, loaded.params, max_length=args.max_length)
-        service = EmbeddingService(embedder, name=name, **waiting)
-        return service, create_embedding_app(service, settings)
+        return EmbeddingService(embedder, name=name, **waiting)
     from capibara.serve.engine import Engine
-    from capibara.serve.http import create_app
 
     speculation = None
     if args.draft_model is not None or args.guess is not None:
@@ -359,7 +374,7 @@ def _application(
     )
     for name, folder in named.items():
         engine.load_adapter(name, folder)
-    return engine, create_app(engine, settings)
+    return engine
 
 
 def _adapters(args: argparse.Namespace, model: Any) -> tuple[dict[str, str], AdapterRoom | None]:

@@ -283,10 +283,10 @@ class QuantisedStack(CodedWeight):
     def layers(self) -> QuantisedMatrix:
         """A :class:`QuantisedMatrix` whose arrays have a leading axis, for ``lax.scan``."""
         alone = self.alone()
-        nothing = jnp.zeros((self.shape[0], 0), jnp.int32)
+        nothing = np.zeros((self.shape[0], 0), np.int32)
         one = Piece(
             self.codes, self.scale_codes, alone.tables, alone.levels,
-            nothing, nothing, nothing.astype(jnp.float32), self.length, self.group,
+            nothing, nothing, nothing.astype(np.float32), self.length, self.group,
         )  # fmt: skip
         return QuantisedMatrix((one,), self.shape[1:], False, self.dtype)
 
@@ -358,27 +358,27 @@ def load_codes(archive: Archive, name: str) -> QuantisedMatrix | QuantisedStack 
     entry = archive[archive[name].same_as or name]
     pieces = [_piece(p, entry.format) for p in found]
     dtype = str(numpy_dtype(entry.format))
+    # In NumPy until they are whole: JAX would compile a program for each shape.
     if len(entry.shape) == 2:
-        return QuantisedMatrix(tuple(pieces), entry.shape, found[0].turned, dtype)
+        return jax.device_put(QuantisedMatrix(tuple(pieces), entry.shape, found[0].turned, dtype))
     tables = np.zeros((len(pieces), 256), np.float32)
     for table, piece in zip(tables, pieces, strict=True):
         table[: len(piece.table)] = piece.table
     count = entry.shape[0]
     codes = np.concatenate([p.codes for p in found]).reshape(count, -1, found[0].codes.shape[1])
-    scales = jnp.concatenate([p.scale_codes for p in pieces]).reshape(count, codes.shape[1], -1)
-    levels = None if pieces[0].levels is None else jnp.stack([p.levels for p in pieces])
-    return QuantisedStack(
-        jnp.asarray(codes), scales, jnp.asarray(tables), levels,
-        entry.shape, found[0].length, found[0].group, found[0].shape[0], dtype,
-    )  # fmt: skip
+    scales = np.concatenate([p.scale_codes for p in pieces]).reshape(count, codes.shape[1], -1)
+    levels = None if pieces[0].levels is None else np.stack([p.levels for p in pieces])
+    first = found[0]
+    form = (entry.shape, first.length, first.group, first.shape[0], dtype)
+    return jax.device_put(QuantisedStack(codes, scales, tables, levels, *form))
 
 
 def _piece(parts: Parts, form: NumberFormat) -> Piece:
+    """In host memory."""
     row, column, change = exact_changes(parts, form)
     scale_codes, table = split_scales(parts.scales)
     return Piece(
-        jnp.asarray(parts.codes), jnp.asarray(scale_codes), jnp.asarray(table),
-        None if parts.kind != "nf4" else jnp.asarray(parts.levels),
-        jnp.asarray(row, jnp.int32), jnp.asarray(column, jnp.int32), jnp.asarray(change),
+        parts.codes, scale_codes, table, parts.levels if parts.kind == "nf4" else None,
+        row.astype(np.int32), column.astype(np.int32), change,
         parts.length, parts.group,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from capibara.compress.models.numbers import numpy_dtype
 from capibara.compress.running import check_decode, refuse
 from capibara.families import read_config
 from capibara.serve.carried import carried_config, carried_source, carried_tokenizer
+from capibara.serve.engine.arrays import describe_arrays
 from capibara.serve.load import build_model
 from capibara.serve.loaded import LoadedModel, take_tokenizer
 
@@ -71,7 +72,7 @@ def load_compressed(
     model = build_model(config)
     model.pretrained = source
     _take_tokenizer(model, path, metadata, checkpoint, published)
-    expected, state = jax.eval_shape(lambda: model.init(0))
+    expected, state = describe_arrays(model)
     if checkpoint is not None:
         _, state = restore_model(checkpoint, model)
     elif jax.tree_util.tree_leaves(state):

@@ -9,9 +9,6 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-import jax
-
-from capibara.compilation.untraced import UntracedPrograms
 from capibara.config import ModularModelConfig
 from capibara.core import ModularCapibaraModel
 from capibara.data import Tokenizer
@@ -25,7 +22,7 @@ from capibara.serve.engine.layers import (
     packing_of,
     room_for_panels,
 )
-from capibara.serve.engine.programs import Programs, pages_in_memory
+from capibara.serve.engine.programs import Programs, kept_programs, pages_in_memory
 from capibara.serve.engine.steps import EngineSizes
 from capibara.serve.loaded import take_tokenizer
 
@@ -117,13 +114,7 @@ class EarlyPrograms:
             pages = pages_in_memory(model, sizes.page_size, kind, least=sizes.table, most=most, free=free)
         sizes = dataclasses.replace(sizes, pages=1 + pages)
         writable = min(config.model.vocab_size, model.tokenizer.vocab_size)
-        settings = model.config.to_dict()
-        facts = {
-            **{section: settings[section] for section in ("model", "precision", "finetune")},
-            "weights": str(jax.tree.structure((parts, state))),
-            "writable": writable,
-        }
-        untraced = UntracedPrograms.here(facts)
+        untraced = kept_programs(model, parts, state, writable=writable)
         programs = Programs(model, parts, state, writable=writable, untraced=untraced)
         cache = programs.describe_cache(sizes)
         first, _ = programs.to_compile(sizes.every, cache, sizes.inputs, early=sizes.early)

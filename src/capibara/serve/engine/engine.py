@@ -20,6 +20,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Row
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import jax
@@ -36,7 +37,7 @@ from capibara.serve.engine.early import EarlyPrograms
 from capibara.serve.engine.layers import as_computed, layers_apart, room_for_panels
 from capibara.serve.engine.limits import check_request, is_integer
 from capibara.serve.engine.pages import PagePool
-from capibara.serve.engine.programs import Programs, pages_in_memory
+from capibara.serve.engine.programs import Programs, kept_programs, pages_in_memory
 from capibara.serve.engine.sequences import Sequence
 from capibara.serve.engine.several import StepTimes
 from capibara.serve.engine.speculation import (
@@ -203,7 +204,12 @@ class Engine:
         self._pool = PagePool(count, page_size, prefix=prefix_cache and use_cache and not sizes.recurrent)
         self._slots = list(range(max_batch, 0, -1))
         make = None if bundle is None else bundle.maker(model)
-        self._programs = Programs(model, self._params, self._state, writable=self._writable, make=make)
+        untraced = None
+        if made is None and bundle is None and model.mesh is None:
+            untraced = kept_programs(model, self._params, self._state, writable=self._writable)
+        self._programs = Programs(
+            model, self._params, self._state, writable=self._writable, make=make, untraced=untraced
+        )
         cache = None
         if made is not None and made.sizes == sizes and self._programs.adopt(made.programs):
             cache = made.cache
@@ -247,10 +253,11 @@ class Engine:
         if warm is True:
             first, rest = [*first, *rest], []
         self._programs_left, total = len(rest), len(first) + len(rest)
-        for done, compile_one in enumerate(first, start=1):
-            compile_one()
-            if progress is not None:
-                progress(done, total)
+        # One is traced, in Python, while XLA is at another.
+        with ThreadPoolExecutor(1 if untraced is None else 2, thread_name_prefix="capibara-programs") as pool:
+            for done, _ in enumerate(pool.map(lambda compile_one: compile_one(), first), start=1):
+                if progress is not None:
+                    progress(done, total)
         if not rest and not beside:
             self._use_large_pages()
         else:

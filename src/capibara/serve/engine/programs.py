@@ -33,7 +33,7 @@ from capibara.serve.engine.steps import EngineSizes
 from capibara.serve.row_sampling import Changes, Chosen, SamplingRows, choose, choose_alone, rows_of
 from capibara.serve.sampling import GREEDY
 
-__all__ = ["MOST_SCORES", "Programs", "no_changes", "page_bytes", "pages_in_memory"]
+__all__ = ["MOST_SCORES", "Programs", "kept_programs", "no_changes", "page_bytes", "pages_in_memory"]
 
 MOST_SCORES = 20
 """The most alternatives that are given with a token."""
@@ -392,6 +392,21 @@ class Programs:
         scored = {sizes[shape] for shape in shapes if not shape.rows}
         rest += [lambda size=size: self._compiled_score(size) for size in sorted(scored)]
         return first, rest
+
+
+def kept_programs(model: Any, params: Any, state: Any, *, writable: int) -> UntracedPrograms | None:
+    """The programs of earlier processes for such a model on one CPU device; ``None`` where they are not kept.
+
+    Args:
+      model, params, state, writable: as for :class:`Programs`.
+    """
+    settings = model.config.to_dict()
+    facts = {
+        **{section: settings[section] for section in ("model", "precision", "finetune")},
+        "weights": str(jax.tree.structure((params, state))),
+        "writable": writable,
+    }
+    return UntracedPrograms.here(facts)
 
 
 def no_changes(rows: int, vocabulary: int) -> Changes:
