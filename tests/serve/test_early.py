@@ -103,7 +103,7 @@ def test_a_later_start_traces_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.thin(2)
-@pytest.mark.parametrize("kind", ["plain", "codes", "adapters", "guesses"])
+@pytest.mark.parametrize("kind", ["plain", "codes", "adapters", "guesses", "draft"])
 def test_nor_does_an_engine_without_them(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[Any] = []
     decode = ModularCapibaraModel.decode_pages
@@ -122,11 +122,13 @@ def test_nor_does_an_engine_without_them(kind: str, tmp_path: Path, monkeypatch:
         more = {"adapters": AdapterRoom(2)}
     elif kind == "guesses":
         more = {"speculation": Speculation(2)}
+    elif kind == "draft":
+        more = {"speculation": Speculation(2, draft=model)}
     monkeypatch.setattr(ModularCapibaraModel, "decode_pages", counted)
 
     def start(**other: Any) -> list[int]:
         traced.clear()
-        with Engine(model, params, warm=False, **SIZES, **more, **other) as engine:
+        with Engine(model, params, untraced=True, warm=False, **SIZES, **more, **other) as engine:
             return tokens(engine)
 
     with own_cache(tmp_path / "home", monkeypatch), keep_compiled(pytest.fail, min_seconds=0.0):
@@ -136,6 +138,24 @@ def test_nor_does_an_engine_without_them(kind: str, tmp_path: Path, monkeypatch:
         assert not traced
         assert start(pages=40) == want
         assert traced
+
+
+def test_a_model_of_another_class_is_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it does is not in the settings."""
+
+    class Other(ModularCapibaraModel):
+        def decode_pages(self, *given: Any, **more: Any) -> Any:
+            logits, cache = super().decode_pages(*given, **more)
+            return -logits, cache
+
+    plain, other = ModularCapibaraModel(config_of()), Other(config_of())
+    found = []
+    with own_cache(tmp_path / "home", monkeypatch), keep_compiled(pytest.fail, min_seconds=0.0):
+        for model in (plain, other, plain, other):
+            with Engine(model, plain.params, untraced=True, warm=False, **SIZES) as engine:
+                found.append(tokens(engine))
+    assert found[:2] == found[2:]
+    assert found[0] != found[1]
 
 
 def test_what_is_wrong_the_engine_says(tmp_path: Path) -> None:

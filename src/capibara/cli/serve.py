@@ -365,6 +365,7 @@ def _served(
         cache_dtype=args.cache_dtype,
         bundle=bundle,
         early=early,
+        untraced=True,
         speculation=speculation,
         adapters=room,
         max_wait_s=args.max_wait,

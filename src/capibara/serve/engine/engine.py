@@ -100,6 +100,8 @@ class Engine:
         and nothing is compiled. Its sizes take the place of ``max_batch``, ``max_length``, ``page_size``, ``pages``,
         ``prefill_tokens``, ``prefill_chunks`` and ``cache_dtype``.
       early: programs that were made while the model was read; its pages and tokenizer are taken, too.
+      untraced: where compiled programs are kept (:func:`capibara.compilation.keep_compiled`) use them without tracing
+        them again, on one CPU device. A process that changes methods of the model or operations must not ask for it.
       progress: called with the number of programs compiled and of all.
 
     Raises:
@@ -133,6 +135,7 @@ class Engine:
         warm: bool | Literal["first"] = True,
         bundle: ProgramBundle | None = None,
         early: EarlyPrograms | None = None,
+        untraced: bool = False,
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
         sizes = EngineSizes.of(
@@ -204,11 +207,11 @@ class Engine:
         self._pool = PagePool(count, page_size, prefix=prefix_cache and use_cache and not sizes.recurrent)
         self._slots = list(range(max_batch, 0, -1))
         make = None if bundle is None else bundle.maker(model)
-        untraced = None
-        if made is None and bundle is None and model.mesh is None:
-            untraced = kept_programs(model, self._params, self._state, writable=self._writable)
+        kept = None
+        if untraced and made is None and bundle is None:
+            kept = kept_programs(model, self._params, self._state, writable=self._writable)
         self._programs = Programs(
-            model, self._params, self._state, writable=self._writable, make=make, untraced=untraced
+            model, self._params, self._state, writable=self._writable, make=make, untraced=kept
         )
         cache = None
         if made is not None and made.sizes == sizes and self._programs.adopt(made.programs):
@@ -229,6 +232,7 @@ class Engine:
                 dtype=asked,
                 writable=self._writable,
                 donate=donate_params,
+                untraced=untraced,
             )
             self._large |= spans_of((self._draft.params, self._draft.cache))
         self._numbers = itertools.count()
@@ -254,7 +258,7 @@ class Engine:
             first, rest = [*first, *rest], []
         self._programs_left, total = len(rest), len(first) + len(rest)
         # One is traced, in Python, while XLA is at another.
-        with ThreadPoolExecutor(1 if untraced is None else 2, thread_name_prefix="capibara-programs") as pool:
+        with ThreadPoolExecutor(1 if kept is None else 2, thread_name_prefix="capibara-programs") as pool:
             for done, _ in enumerate(pool.map(lambda compile_one: compile_one(), first), start=1):
                 if progress is not None:
                     progress(done, total)

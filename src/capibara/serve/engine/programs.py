@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from capibara.compilation.untraced import UntracedPrograms
 from capibara.compress.coded import is_coded
+from capibara.core import ModularCapibaraModel
 from capibara.core.paged import StepShape
 from capibara.errors import ConfigError
 from capibara.memory.budget import device_budget
@@ -397,9 +398,13 @@ class Programs:
 def kept_programs(model: Any, params: Any, state: Any, *, writable: int) -> UntracedPrograms | None:
     """The programs of earlier processes for such a model on one CPU device; ``None`` where they are not kept.
 
+    They are known by settings and sources: what else a process changes of a model or of operations, they lack.
+
     Args:
       model, params, state, writable: as for :class:`Programs`.
     """
+    if type(model) is not ModularCapibaraModel or model.mesh is not None or model.backend.platform != "cpu":
+        return None
     settings = model.config.to_dict()
     facts = {
         **{section: settings[section] for section in ("model", "precision", "finetune")},

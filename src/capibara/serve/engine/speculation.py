@@ -23,7 +23,7 @@ from capibara.core.paged import StepShape
 from capibara.errors import ConfigError
 from capibara.serve.engine.choosing import Asked, choose_tokens
 from capibara.serve.engine.layers import as_computed, cache_dtype_of, layers_apart, room_for_panels
-from capibara.serve.engine.programs import Programs
+from capibara.serve.engine.programs import Programs, kept_programs
 from capibara.serve.engine.sequences import Sequence
 
 __all__ = ["DraftModel", "Earlier", "Speculation", "check_speculation"]
@@ -140,6 +140,7 @@ class DraftModel:
         dtype: Any,
         writable: int,
         donate: bool,
+        untraced: bool = False,
     ) -> None:
         model = settings.draft
         assert model is not None
@@ -149,7 +150,8 @@ class DraftModel:
         model = as_computed(model)
         panels = room_for_panels(model, weights, donate=donate)
         self.params = layers_apart(model, weights, panels=panels, donate=donate)
-        self.programs = Programs(model, self.params, state, writable=writable)
+        kept = kept_programs(model, self.params, state, writable=writable) if untraced else None
+        self.programs = Programs(model, self.params, state, writable=writable, untraced=kept)
         self._vocabulary = model.config.model.vocab_size
         with model.backend.scope():
             self.cache = model.init_pages(pages, page_size, slots, dtype=dtype)
