@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -280,14 +281,42 @@ def test_what_the_system_says_of_sources_changes_with_them(
     path.write_text("1")
     seen = {untraced._sources()[1]}
     before = path.stat()
-    path.write_text("2")
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # as reproducible archives have them
+    while path.stat().st_ctime_ns == before.st_ctime_ns:  # some file systems count in hundredths of a second
+        path.write_text("2")
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # as reproducible archives have them
     seen.add(untraced._sources()[1])
     (tmp_path / "b.py").write_text("")
     seen.add(untraced._sources()[1])
     (tmp_path / "b.py").rename(tmp_path / "room" / "b.py")
     seen.add(untraced._sources()[1])
     assert len(seen) == 4
+
+
+def test_a_source_that_was_replaced_by_an_older_one(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What this process has imported is not what its digest would be taken of."""
+    here(a=1)
+    monkeypatch.setattr(untraced, "_SOURCES", tmp_path)
+    (tmp_path / "a.py").write_text("1")
+    os.utime(tmp_path / "a.py", (1e9, 1e9))
+    assert UntracedPrograms.here({"a": 1}) is None
+
+
+def test_files_that_nobody_can_write_are_read_each_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In images of file systems other files may have the same times, sizes and numbers."""
+    here(a=1).make("f", (X,), OUTPUTS, lower)
+    (folder / "sources").write_text(f"{untraced._sources()[1]} {'6' * 64}")
+    untraced._code.cache_clear()
+    assert here(a=1).get("f", (X,), OUTPUTS) is None
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
+    untraced._code.cache_clear()
+    check(here(a=1).get("f", (X,), OUTPUTS))
+    monkeypatch.delattr(os, "statvfs")  # as on Windows
+    untraced._code.cache_clear()
+    check(here(a=1).get("f", (X,), OUTPUTS))
 
 
 def test_measurements_that_operations_are_traced_with(folder: Path, tmp_path: Path) -> None:

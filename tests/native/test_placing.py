@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -78,17 +79,19 @@ def test_from_memory_as_numpy_does_it(count: int, rows: int, columns: int, dtype
     assert (part.out == wanted).all()
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 7, None])
+@pytest.mark.parametrize(("workers", "pause"), [(1, 100), (1, 0), (2, 100), (3, 0), (7, 0), (None, 1)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [(1, 1008, 336), (5, 144, 272), (2, 16, 40_000), (1, 100_000, 16)])
 def test_large_matrices_of_files_by_several_threads(
     shape: tuple[int, int, int],
     layout: str,
     workers: int | None,
+    pause: int,
     opened: Any,
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(os, "cpu_count", lambda: workers)
+    monkeypatch.setattr(placing, "_PAUSE_MS", pause)  # it goes on where it was
     matrices = numbers(shape, np.float32)
     part, wanted = part_of(matrices, layout, opened(matrices))
     assert place([part]) is None
@@ -106,6 +109,39 @@ def test_many_of_all_kinds_at_once(opened: Any):
     for part, wanted in zip(parts, every, strict=True):
         assert (part.out == wanted).all()
     assert place([]) is None
+
+
+def test_signals_are_handled_in_between(opened: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(placing, "_PAUSE_MS", 0)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    matrices = numbers((8, 256, 512), np.float32)  # two units each
+    part, wanted = part_of(matrices, "transposed", opened(matrices))
+    seen: list[bool] = []
+
+    def handle(*_: object) -> None:
+        seen.append(bool((part.out == wanted).all()))
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, handle)
+    run, reason = placing._function()
+    assert run is not None
+
+    calls: list[int] = []
+
+    def counted(*given: Any) -> int:
+        calls.append(1)
+        if len(calls) == 4:
+            signal.raise_signal(signal.SIGALRM)
+        return run(*given)
+
+    monkeypatch.setattr(placing, "_function", lambda: (counted, reason))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            place([part])
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert seen == [False]
+    assert (part.out[0] == wanted[0]).all()
 
 
 def test_one_that_cannot_be_read(opened: Any, tmp_path: Path):

@@ -17,6 +17,7 @@ from capibara.config import ModularModelConfig
 from capibara.core import ModularCapibaraModel
 from capibara.errors import ConfigError
 from capibara.serve import AdapterRoom, Engine, Request, Sampling, Speculation, load_compressed
+from capibara.serve.engine import early as early_programs
 from capibara.serve.engine.early import EarlyPrograms
 
 SETTINGS = {"model.vocab_size": 256, "model.max_sequence_length": 64, "train.sequence_length": 32}
@@ -156,6 +157,23 @@ def test_a_model_of_another_class_is_traced(tmp_path: Path, monkeypatch: pytest.
                 found.append(tokens(engine))
     assert found[:2] == found[2:]
     assert found[0] != found[1]
+
+
+def test_free_memory_is_looked_at_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is loaded meanwhile would be counted twice."""
+    seen: list[str] = []
+    budget, packing = early_programs.device_budget, early_programs.packing_of
+    monkeypatch.setattr(
+        early_programs, "device_budget", lambda *given: (seen.append("free"), budget(*given))[1]
+    )
+    monkeypatch.setattr(early_programs, "room_for_panels", lambda *_, **__: True)
+    monkeypatch.setattr(
+        early_programs, "packing_of", lambda *given: (seen.append("packing"), packing(*given))[1]
+    )
+    assert EarlyPrograms(config_of(), tmp_path, **SIZES).take() is not None
+    assert seen == ["free", "packing"]
 
 
 def test_what_is_wrong_the_engine_says(tmp_path: Path) -> None:

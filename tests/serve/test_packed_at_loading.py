@@ -116,6 +116,30 @@ def test_an_engine_writes_the_same_texts(dtype: str, tmp_path: Path):
             same_texts(written_texts(engine, PROMPTS), expected)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_it_is_what_the_early_programs_are_for(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Matrices of float16 are made float32 before they are packed."""
+    folder = folder_of(tmp_path / "model", "llama", dtype)
+    traced: list[Any] = []
+    decode = ModularCapibaraModel.decode_pages
+    monkeypatch.setattr(
+        ModularCapibaraModel,
+        "decode_pages",
+        lambda *given, **more: (traced.append(given[4]), decode(*given, **more))[1],
+    )
+    early = EarlyPrograms(read_config(folder)[0], folder, **SIZES)
+    early._thread.join()
+    assert traced
+    traced.clear()
+    with reuse_rooms():
+        loaded = load_pretrained(ModularCapibaraModel, folder, packing=early.packing)
+        assert has_panels(loaded.params) == (dtype != "float16")
+        with Engine(loaded, early=early, donate_params=True, warm=False, **SIZES) as engine:
+            assert has_panels(engine._params)
+            written_texts(engine, PROMPTS[:1], logprobs=None)
+    assert not traced
+
+
 def test_matrices_that_are_stored_in_another_dtype_are_packed_later(tmp_path: Path):
     folder = folder_of(tmp_path / "model", "llama")
     model = ModularCapibaraModel(read_config(folder, dtype="bfloat16")[0])

@@ -190,11 +190,11 @@ def _surroundings() -> dict[str, Any]:
 
 
 def _sources() -> tuple[float, str]:
-    """When a source was changed last, and a digest of what the system says of each, which changes with it."""
+    """When a source was changed last, or put in its place, and a digest of what the system says of each."""
     last, digest = 0.0, hashlib.sha256(os.fspath(_SOURCES).encode())
     for entry in entries_below(_SOURCES, (".py",)):
         status = entry.stat()
-        last = max(last, status.st_mtime)
+        last = max(last, status.st_mtime, status.st_ctime)
         facts = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         digest.update(f"{entry.path}\0{facts}\0".encode(errors="surrogateescape"))
     return last, digest.hexdigest()
@@ -205,8 +205,11 @@ def _code(folder: Path, sources: str) -> str:
     """The digest of all sources. To read them takes some hundredths of a second, so it is kept in the folder, too.
 
     Args:
-      sources: as :func:`_sources` gives it.
+      sources: as :func:`_sources` gives it. Where nobody can write, in an image of a file system, other files may have
+        the same facts.
     """
+    if not hasattr(os, "statvfs") or os.statvfs(_SOURCES).f_flag & os.ST_RDONLY:
+        return digest_of_files(_SOURCES)
     path = folder / _CODE
     with contextlib.suppress(OSError, UnicodeDecodeError), open(path, "rb") as file:
         before, _, found = file.read(_MOST_CODE).decode("ascii").partition(" ")
@@ -214,5 +217,5 @@ def _code(folder: Path, sources: str) -> str:
             return found
     found = digest_of_files(_SOURCES)
     with contextlib.suppress(OSError):  # of a full disk
-        replace_file(path, f"{sources} {found}".encode())
+        replace_file(path, f"{sources} {found}".encode(), clean=True)
     return found

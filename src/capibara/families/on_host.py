@@ -18,8 +18,7 @@ import numpy as np
 from capibara.compress.container.file_bytes import FileNumbers
 from capibara.families.tensors import Piece, Placed
 from capibara.native import rooms
-from capibara.native.placing import InFile, Placing, can_place, place
-from capibara.ops.linalg.panels import PANEL
+from capibara.native.placing import PANEL, InFile, Placing, can_place, place
 
 if TYPE_CHECKING:
     from capibara.core import ModularCapibaraModel
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["OnHost", "Packed"]
 
 Path = tuple[str, ...]
-_BATCH = 256 << 20  # bytes of files between reports of progress
+_BATCH = 64 << 20  # bytes of files between reports of progress
 _Layout = Literal["same", "transposed", "panels", "turned panels"]
 _Way = tuple[_Layout, tuple[int, int, int]]
 
@@ -115,7 +114,7 @@ class OnHost:
 
     @property
     def is_full(self) -> bool:
-        """Whether it is time to :meth:`read`."""
+        """Whether so much was put that it is time to :meth:`read`."""
         return self._bytes >= _BATCH
 
     def put(
@@ -126,7 +125,7 @@ class OnHost:
         shape: tuple[int, ...],
         numbers: FileNumbers | np.ndarray,
     ) -> None:
-        """Put a tensor's numbers in their place; those of a file when it is full, or at the end.
+        """Put a tensor's numbers in their place: those of a file in :meth:`read`.
 
         Args:
           shape: of the parameter, or of its entry at ``index`` of a stack.

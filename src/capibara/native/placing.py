@@ -16,11 +16,13 @@ import numpy as np
 
 from capibara.native.loading import open_library
 
-__all__ = ["InFile", "Placing", "can_place", "place"]
+__all__ = ["PANEL", "InFile", "Placing", "can_place", "place"]
 
+PANEL = 16
+"""Columns of a panel."""
 _LEAST_BYTES = 1 << 18  # below that another thread takes longer than it saves
 _LAYOUTS = ("same", "transposed", "panels", "turned panels")
-_PANEL = 16
+_PAUSE_MS = 100  # from one look at signals to the next
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,8 @@ class Placing:
         if self.layout not in _LAYOUTS or size not in sizes:
             raise ValueError(f"layout: got {self.layout!r} of {out.dtype}, expected numbers of {sizes} bytes")
         across = {"panels": columns, "turned panels": rows}.get(self.layout, 0)
-        if across % _PANEL:
-            raise ValueError(f"shape: got {self.shape}, expected a multiple of {_PANEL} for panels")
+        if across % PANEL:
+            raise ValueError(f"shape: got {self.shape}, expected a multiple of {PANEL} for panels")
         if isinstance(self.source, InFile):
             if self.source.descriptor < 0 or self.source.offset < 0:
                 raise ValueError(f"source: got {self.source}, expected an open file, and an offset from 0")
@@ -104,8 +106,12 @@ def place(parts: Sequence[Placing]) -> int | None:
         layout = _LAYOUTS.index(part.layout)
         row[:] = (*at, *part.shape, part.out.dtype.itemsize, layout, part.out.ctypes.data)
     threads = (os.cpu_count() or 1) if sum(part.out.nbytes for part in parts) >= _LEAST_BYTES else 1
-    failed = run(table.ctypes.data, len(parts), threads)
-    return None if failed < 0 else failed
+    unit = ctypes.c_int64(0)
+    while unit.value >= 0:  # in between Python handles signals, such as Ctrl-C
+        failed = run(table.ctypes.data, len(parts), threads, _PAUSE_MS, ctypes.byref(unit))
+        if failed >= 0:
+            return failed
+    return None
 
 
 @cache
@@ -114,5 +120,6 @@ def _function() -> tuple[Callable[..., int] | None, str | None]:
     if library is None:
         return None, reason
     run, size = library.capibara_placed, ctypes.c_int64
-    run.argtypes, run.restype = (ctypes.c_void_p, size, size), size
+    run.argtypes = (ctypes.c_void_p, size, size, size, ctypes.POINTER(size))
+    run.restype = size
     return run, None

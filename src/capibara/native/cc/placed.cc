@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -111,15 +112,19 @@ bool place(const Part& part, int64_t unit, std::vector<char>* scratch) {
 // Each part's matrices [count, rows, columns] of items of 1, 2, 4 or 8 bytes (in another order: of 2, 4 or 8; in panels:
 // of 2 or 4) become [count, rows, columns], [count, columns, rows], [count, columns / 16, rows, 16], or, of matrices
 // that are stored as [columns, inner], [count, rows / 16, columns, 16]. Gives the number of a part that could not be
-// read, or -1.
-CAPIBARA_EXPORT int64_t capibara_placed(const void* parts, int64_t count, int64_t threads) {
+// read, or -1. It begins at the unit `*next` and returns after some milliseconds: `*next` is then where it goes on, or
+// -1 when all is done.
+CAPIBARA_EXPORT int64_t capibara_placed(const void* parts, int64_t count, int64_t threads, int64_t milliseconds,
+                                        int64_t* next_unit) {
   const Part* const all = static_cast<const Part*>(parts);
   std::vector<int64_t> ends;
   int64_t units = 0;
   for (int64_t i = 0; i < count; ++i) ends.push_back(units += all[i].count * strips_of(all[i]).each);
-  std::atomic<int64_t> next{0}, failed{-1};
+  std::atomic<int64_t> next{*next_unit}, failed{-1};
+  const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(milliseconds);
   const auto work = [&] {
     std::vector<char> scratch;
+    // Each looks at the time after a unit, so that some progress is made.
     for (int64_t unit; failed < 0 && (unit = next++) < units;) {
       const int64_t which = std::upper_bound(ends.begin(), ends.end(), unit) - ends.begin();
       bool done = false;
@@ -128,14 +133,16 @@ CAPIBARA_EXPORT int64_t capibara_placed(const void* parts, int64_t count, int64_
       } catch (const std::bad_alloc&) {  // the caller reads it by itself, and says what is wrong
       }
       if (!done) failed = which;
+      if (std::chrono::steady_clock::now() >= end) break;
     }
   };
   std::vector<std::thread> others;
   try {
-    for (int64_t i = 1; i < std::min(threads, units); ++i) others.emplace_back(work);
+    for (int64_t i = 1; i < std::min(threads, units - *next_unit); ++i) others.emplace_back(work);
   } catch (...) {  // the system gives no more threads
   }
   work();
   for (std::thread& other : others) other.join();
+  *next_unit = next < units ? next.load() : -1;
   return failed;
 }

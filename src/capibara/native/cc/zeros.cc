@@ -16,11 +16,13 @@ namespace {
 constexpr size_t kLeastBytes = 1 << 18;
 
 // XLA's memory on a CPU is the process's own, from malloc: for whole pages that the system is given back it has zeros
-// again, each when it is touched. Memory that is locked it keeps, and says so; memory that an allocator shares between
-// processes it keeps without a word.
+// again, each when it is touched. Memory that is locked it keeps, and says so. Without a word it keeps memory that an
+// allocator shares between processes, and the end of what does not fill its pages, where they are huge ones.
 bool give_back(char* pages, size_t bytes) {
-  *pages = 1;
-  return madvise(pages, bytes, MADV_DONTNEED) == 0 && *static_cast<volatile char*>(pages) == 0;
+  volatile char* const first = pages;
+  volatile char* const last = pages + bytes - 1;
+  *first = *last = 1;
+  return madvise(pages, bytes, MADV_DONTNEED) == 0 && *first == 0 && *last == 0;
 }
 
 void clear(char* data, size_t bytes) {

@@ -26,6 +26,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from capibara.native.loading import open_library
+from capibara.native.placing import PANEL
 from capibara.native.rooms import room
 from capibara.ops.one_device import compile_calls
 
@@ -41,8 +42,6 @@ __all__ = [
     "table_rows",
 ]
 
-PANEL = 16
-"""Columns of a panel."""
 _DTYPES = (jnp.float32, jnp.bfloat16)
 _LINE = 64  # bytes: JAX takes arrays on CPUs as they are if they begin a line of the cache
 

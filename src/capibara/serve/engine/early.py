@@ -69,13 +69,16 @@ class EarlyPrograms:
     def wait_for_xla(self) -> None:
         """Wait until the programs are in the hands of the threads that compile them.
 
-        In a warm start XLA is then at work. Whatever the caller does in Python before would make it begin later.
+        In a warm start XLA is then at work. What others do in Python before, such as large imports, makes it begin
+        later.
         """
         self._begun.wait()
 
     def packing(self) -> Mapping[tuple[str, ...], Packed]:
-        """What of the model's weights is to be in panels when it is loaded: what the programs expect there. To be asked
-        before anything is loaded: what they leave to pages is known then."""
+        """What of the model's weights is to be in panels when it is loaded: what the programs expect there.
+
+        Who waits for it before loading may begin then: the memory that is free has been looked at.
+        """
         return self._packing.result()
 
     def take(self) -> Early | None:
