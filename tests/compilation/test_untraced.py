@@ -23,6 +23,7 @@ from capibara.compilation import persistent_cache, untraced
 from capibara.compilation.cache_entries import compress
 from capibara.compilation.persistent_cache import keep_compiled
 from capibara.compilation.untraced import UntracedPrograms
+from capibara.files import digest_of_files
 from capibara.ops import tuning_cache, use_tuning
 from capibara.ops.tuning import Tuned, forced, tuning_file
 from capibara.startup import STARTED
@@ -242,11 +243,12 @@ def test_sources_are_read_once_as_long_as_they_stay(folder: Path, monkeypatch: p
     here(a=1).make("f", (X,), OUTPUTS, lower)
     last, sources = untraced._sources()
     assert last < STARTED
-    code = untraced.digest_of_files(untraced._SOURCES)
+    code = digest_of_files(untraced._SOURCES)
     assert (folder / "sources").read_text() == f"{sources} {code}"
     read: list[Any] = []
-    digest = untraced.digest_of_files
-    monkeypatch.setattr(untraced, "digest_of_files", lambda *given: (read.append(given), digest(*given))[1])
+    monkeypatch.setattr(
+        untraced, "digest_of_files", lambda *given: (read.append(given), digest_of_files(*given))[1]
+    )
     untraced._code.cache_clear()  # as in another process
     check(here(a=1).get("f", (X,), OUTPUTS))
     assert not read
@@ -269,7 +271,7 @@ def test_a_digest_of_sources_that_is_damaged(folder: Path, content: bytes) -> No
     (folder / "sources").write_bytes(content.replace(b"{}", sources.encode()))
     untraced._code.cache_clear()
     check(here(a=1).get("f", (X,), OUTPUTS))
-    assert (folder / "sources").read_text() == f"{sources} {untraced.digest_of_files(untraced._SOURCES)}"
+    assert (folder / "sources").read_text() == f"{sources} {digest_of_files(untraced._SOURCES)}"
 
 
 def test_what_the_system_says_of_sources_changes_with_them(

@@ -16,9 +16,10 @@ from capibara.compress import CompressionProfile, ModelCompressionAPI
 from capibara.config import ModularModelConfig
 from capibara.core import ModularCapibaraModel
 from capibara.errors import ConfigError
+from capibara.memory.budget import device_budget
 from capibara.serve import AdapterRoom, Engine, Request, Sampling, Speculation, load_compressed
-from capibara.serve.engine import early as early_programs
 from capibara.serve.engine.early import EarlyPrograms
+from capibara.serve.engine.layers import packing_of
 
 SETTINGS = {"model.vocab_size": 256, "model.max_sequence_length": 64, "train.sequence_length": 32}
 SIZES: dict[str, Any] = {"max_batch": 2, "page_size": 4, "prefill_tokens": 8, "prefill_chunks": 2}
@@ -164,14 +165,19 @@ def test_free_memory_is_looked_at_before_weights_are_read(
 ) -> None:
     """What is loaded meanwhile would be counted twice."""
     seen: list[str] = []
-    budget, packing = early_programs.device_budget, early_programs.packing_of
-    monkeypatch.setattr(
-        early_programs, "device_budget", lambda *given: (seen.append("free"), budget(*given))[1]
-    )
-    monkeypatch.setattr(early_programs, "room_for_panels", lambda *_, **__: True)
-    monkeypatch.setattr(
-        early_programs, "packing_of", lambda *given: (seen.append("packing"), packing(*given))[1]
-    )
+    place = "capibara.serve.engine.early"
+
+    def budget() -> Any:
+        seen.append("free")
+        return device_budget()
+
+    def packing(*given: Any) -> Any:
+        seen.append("packing")
+        return packing_of(*given)
+
+    monkeypatch.setattr(f"{place}.device_budget", budget)
+    monkeypatch.setattr(f"{place}.packing_of", packing)
+    monkeypatch.setattr(f"{place}.room_for_panels", lambda *_, **__: True)
     assert EarlyPrograms(config_of(), tmp_path, **SIZES).take() is not None
     assert seen == ["free", "packing"]
 
