@@ -15,6 +15,8 @@ __all__ = ["bytes_of_one_device", "describe_arrays"]
 
 def describe_arrays(model: Any) -> tuple[Any, Any]:
     """A model's parameters and state as ``jax.ShapeDtypeStruct``, where they will be; nothing is allocated."""
+    if not hasattr(model, "compiled"):  # which other models than ours may lack
+        return jax.eval_shape(lambda: model.init(0))
     params, state = (
         # As declared: to trace how they would be drawn takes a tenth of a second.
         nest(
