@@ -191,10 +191,10 @@ def _run(args: argparse.Namespace, started: Callable[[], object]) -> int:
             kept.callback(early.take)  # a process that ends while XLA compiles is aborted
             from capibara.native.rooms import reuse_rooms
 
-            # Memory that a parameter was read into takes the packed matrices of the next one.
+            # Weights are read to where the engine will use them, instead of through JAX.
             loading.enter_context(reuse_rooms())
-        # The largest imports, while files are read, or, on a CPU, while XLA is at programs of earlier starts, which
-        # it gets as soon as they are known: for this the checks above do without them.
+        # The largest imports, which the checks above do without, run beside other work: on a CPU while XLA loads
+        # programs of earlier starts, elsewhere while weights are read.
         read = threading.Event()
         importing = threading.Thread(
             target=_import_server,
