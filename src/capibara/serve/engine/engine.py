@@ -100,8 +100,9 @@ class Engine:
         and nothing is compiled. Its sizes take the place of ``max_batch``, ``max_length``, ``page_size``, ``pages``,
         ``prefill_tokens``, ``prefill_chunks`` and ``cache_dtype``.
       early: programs that were made while the model was read; its pages and tokenizer are taken, too.
-      untraced: where compiled programs are kept (:func:`capibara.compilation.keep_compiled`) use them without tracing
-        them again, on one CPU device. A process that changes methods of the model or operations must not ask for it.
+      untraced: on one CPU device, where compiled programs are kept (:func:`capibara.compilation.keep_compiled`), take
+        those of earlier processes without tracing them again. A process that changes methods of the model or operations
+        must not ask for it.
       progress: called with the number of programs compiled and of all.
 
     Raises:

@@ -147,9 +147,8 @@ def packing_of(model: Any, params: Any) -> dict[tuple[str, ...], Packed]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name = tuple(step.key for step in path)
         sides = _sides(model, name, leaf)
-        if (
-            sides is not None and _wide(model, name, leaf, True).dtype == leaf.dtype
-        ):  # otherwise it is cast first
+        cast = _wide(model, name, leaf, True).dtype != leaf.dtype  # before it is packed, once it is there
+        if sides is not None and not cast:
             stacked, transposed = _is_stacked(specs[name]), name == _TABLE
             shape = leaf.shape[1:] if stacked else leaf.shape
             made = functools.partial(_panels, shape=shape, stacked=stacked, transposed=transposed)
