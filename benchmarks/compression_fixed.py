@@ -86,7 +86,6 @@ def _product_rows(rounds: int) -> list[dict[str, Any]]:
 
     from capibara.compress.codecs.fixed import INT4, INT8, NF4_CODEC
     from capibara.compress.formats import get_format
-    from capibara.compress.stored_codes import split_scales
     from capibara.measure import interleaved
     from capibara.ops.linalg import quantised_matmul
 
@@ -102,7 +101,7 @@ def _product_rows(rounds: int) -> list[dict[str, Any]]:
             parts = codec.parts(memoryview(payload), form, weight.shape, {})
             levels = None if parts.kind != "nf4" else jnp.asarray(parts.levels)
             codes = jnp.asarray(parts.codes)
-            places, table = (jnp.asarray(a) for a in split_scales(parts.scales))
+            places, table = jnp.asarray(parts.scale_codes), jnp.asarray(parts.table)
             for count in (1, 64, 1024):
                 x = jnp.ones((count, inner))
                 peer = "jnp.matmul in float32"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from capibara.compress.container import Archive, ArchiveWriter, writer
-from capibara.compress.direct import Piece, QuantisedMatrix, QuantisedStack, load_codes
+from capibara.compress.direct import Piece, QuantisedMatrix, QuantisedStack, describe_codes, load_codes
 from capibara.compress.formats import get_format
 from capibara.compress.jax_codes import quantized
 
@@ -105,6 +105,36 @@ def test_stacked_layers(codec: str, several: bool, tmp_path: Path, monkeypatch: 
         return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w / 8), c[0]), x, p["w"])
 
     same(layers, codes, read, normal(3, 64))
+
+
+@pytest.mark.thin(4)
+@pytest.mark.parametrize("several", [False, True], ids=["one chunk", "several"])
+@pytest.mark.parametrize("chosen", [{}, {"axis": 0}, {"outliers": 0.02}, {"group": 16}], ids=str)
+@pytest.mark.parametrize("shape", [(48, 41), (5, 64, 32), (5, 3, 20), (48, 8), (6, 3, 5), (40,)], ids=str)
+@pytest.mark.parametrize("codec", ["int8", "int4", "nf4", "lossless"])
+def test_codes_are_described_as_they_are_loaded(
+    codec: str,
+    shape: tuple[int, ...],
+    chosen: dict[str, Any],
+    several: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if len(shape) < 2 or codec == "lossless":
+        chosen = {}
+    if several:
+        monkeypatch.setattr(writer, "CHUNK", 2 * int(np.prod(shape[1:])))
+    found, _ = stored(tmp_path, shape, codec, **chosen)
+    with Archive(tmp_path / "w.capi") as archive:
+        described = describe_codes(archive, "w")
+    assert isinstance(described, str) == isinstance(found, str)
+    if isinstance(found, str):
+        assert described == found
+        return
+    assert jax.tree.structure(described) == jax.tree.structure(found)
+    for like, array in zip(jax.tree.leaves(described), jax.tree.leaves(found), strict=True):
+        assert isinstance(like, jax.ShapeDtypeStruct)
+        assert (like.shape, like.dtype) == (array.shape, array.dtype)
 
 
 def test_parts_of_stacked_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

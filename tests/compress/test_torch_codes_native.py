@@ -22,8 +22,9 @@ pytestmark = pytest.mark.skipif(
 
 def make(kind: str, rows: int, length: int, group: int, exact: int = 0) -> tuple[Any, np.ndarray]:
     """A piece, and its matrix [rows, length] in float64."""
-    scales = RANDOM.choice(RANDOM.normal(size=50).astype(np.float32), (rows, -(-length // group)))
-    spread = np.repeat(scales.astype(np.float64), group, 1)[:, :length]
+    table = RANDOM.normal(size=256).astype(np.float32)
+    scale_codes = RANDOM.integers(0, 256, (rows, -(-length // group)), np.uint8)
+    spread = np.repeat(table[scale_codes].astype(np.float64), group, 1)[:, :length]
     if kind == "int8":
         codes, levels = RANDOM.integers(-127, 128, (rows, length), np.int8), None
         matrix = codes * spread
@@ -36,8 +37,9 @@ def make(kind: str, rows: int, length: int, group: int, exact: int = 0) -> tuple
     numbers = RANDOM.normal(size=exact).astype(np.float32)
     matrix.reshape(-1)[positions] = numbers
     parts = Parts(
-        kind, (rows, length), length, group, False, codes, scales, levels, positions, numbers.view(np.uint32)
-    )
+        kind, (rows, length), length, group, False, codes, scale_codes, table, levels, positions,
+        numbers.view(np.uint32),
+    )  # fmt: skip
     return torch_codes.CodedPiece(parts, get_format("F32")), matrix
 
 

@@ -7,12 +7,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from own_cache import own_cache
 from small_models import KINDS, SMALL
 
 from capibara.compilation.persistent_cache import keep_compiled
 from capibara.compress import CompressionProfile, ModelCompressionAPI
+from capibara.compress.coded import is_coded
 from capibara.config import ModularModelConfig
 from capibara.core import ModularCapibaraModel
 from capibara.errors import ConfigError
@@ -20,6 +22,7 @@ from capibara.memory.budget import device_budget
 from capibara.serve import AdapterRoom, Engine, Request, Sampling, Speculation, load_compressed
 from capibara.serve.engine.early import EarlyPrograms
 from capibara.serve.engine.layers import packing_of
+from capibara.serve.weights import describe_compressed
 
 SETTINGS = {"model.vocab_size": 256, "model.max_sequence_length": 64, "train.sequence_length": 32}
 SIZES: dict[str, Any] = {"max_batch": 2, "page_size": 4, "prefill_tokens": 8, "prefill_chunks": 2}
@@ -47,6 +50,29 @@ def test_an_engine_takes_them(tmp_path: Path, pages: int | None) -> None:
     with Engine(model, warm=False, **SIZES) as engine:
         assert tokens(engine) == found
         assert engine.statistics().compilations > 0
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("decode", ["auto", True])
+@pytest.mark.parametrize("strategy", ["int8", "nf4", "lossless"])
+def test_an_engine_takes_those_of_an_archive(strategy: str, decode: bool | str, tmp_path: Path) -> None:
+    model = ModularCapibaraModel(config_of(**{"model.embed_dim": 64}))
+    api = ModelCompressionAPI(CompressionProfile(strategy=strategy))
+    path = api.compress(model, decode="auto").save(tmp_path / "model.capi")
+    (tmp_path / "config.toml").write_text(model.config.to_toml(), encoding="utf-8")
+    config, tokenizer, describe = describe_compressed(path, decode=decode)
+    early = EarlyPrograms(config, tokenizer, describe=describe, **SIZES)
+    found = []
+    for given in (early, None):
+        loaded = load_compressed(path, decode=decode)
+        assert any(map(is_coded, jax.tree.leaves(loaded.params, is_leaf=is_coded))) == (
+            decode == "auto" and strategy != "lossless"
+        )
+        own: dict[str, Any] = {"early": given, "warm": False, "donate_params": True}
+        with Engine(loaded.model, loaded.params, state=loaded.state, **own, **SIZES) as engine:
+            found.append(tokens(engine))
+            assert (engine.statistics().compilations == 0) == (given is not None)
+    assert found[0] == found[1]
 
 
 @pytest.mark.thin(2)

@@ -208,7 +208,7 @@ def _run(args: argparse.Namespace, started: Callable[[], object]) -> int:
         loaded = load_source(
             args.model,
             quiet=args.quiet,
-            decode=True if args.decode else "auto",
+            decode=_decode(args),
             mesh=mesh,
             packing=None if early is None else early.packing,
         )
@@ -296,16 +296,24 @@ def _early(args: argparse.Namespace) -> EarlyPrograms | None:
     from capibara.cli._models import find_config, is_archive
     from capibara.serve.engine.early import EarlyPrograms
 
-    others = args.adapter or args.load_adapters or args.draft_model is not None
-    if others or is_archive(args.model) or not _on_cpu():
+    if args.adapter or args.load_adapters or args.draft_model is not None or not _on_cpu():
         return None
-    config, tokenizer = find_config(args.model)
+    given: dict[str, Any] = {"max_length": args.max_length, "pages": args.pages}
+    if is_archive(args.model):
+        from capibara.serve.weights import describe_compressed
+
+        config, tokenizer, given["describe"] = describe_compressed(args.model, decode=_decode(args))
+    else:
+        config, tokenizer = find_config(args.model)
     if config.tpu.enabled or not config.model.causal:
         return None
-    given = {"max_batch": 16 if args.max_batch is None else args.max_batch, "max_length": args.max_length}
-    return EarlyPrograms(
-        config, tokenizer, pages=args.pages, cache_dtype=args.cache_dtype, guesses=args.guess or 0, **given
-    )
+    given["max_batch"] = 16 if args.max_batch is None else args.max_batch
+    return EarlyPrograms(config, tokenizer, cache_dtype=args.cache_dtype, guesses=args.guess or 0, **given)
+
+
+def _decode(args: argparse.Namespace) -> bool | str:
+    """What to do with codes of an archive."""
+    return True if args.decode else "auto"
 
 
 def _application(served: EngineProtocol | EmbeddingService, settings: ServerSettings) -> Any:

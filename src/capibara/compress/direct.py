@@ -26,7 +26,7 @@ from capibara.compress.container.reader import Archive
 from capibara.compress.errors import CompressError
 from capibara.compress.formats import NumberFormat
 from capibara.compress.models.numbers import numpy_dtype
-from capibara.compress.stored_codes import exact_changes, split_scales, stored_parts
+from capibara.compress.stored_codes import exact_changes, stored_layouts, stored_parts
 from capibara.ops.linalg.quantised import dequantise_matrix, quantised_matmul, transposable
 
 __all__ = ["Piece", "QuantisedMatrix", "QuantisedStack", "load_quantised"]
@@ -42,7 +42,7 @@ class Piece:
     Attributes:
       codes: int8 [rows, length], or uint8 [rows, ceil(length / 2)].
       scale_codes: uint8 [rows, groups].
-      table: float32 [count], the scale of each scale code.
+      table: float32 [256], the scale of each scale code.
       levels: float32 [16], or ``None`` if the codes are the levels.
       row: int32 [count], rows of the values that are kept exactly.
       column: int32 [count], their columns.
@@ -356,29 +356,55 @@ def load_codes(archive: Archive, name: str) -> QuantisedMatrix | QuantisedStack 
     if isinstance(found, str):
         return found
     entry = archive[archive[name].same_as or name]
-    pieces = [_piece(p, entry.format) for p in found]
     dtype = str(numpy_dtype(entry.format))
+    first = found[0]
     # In NumPy until they are whole: JAX would compile a program for each shape.
     if len(entry.shape) == 2:
-        return jax.device_put(QuantisedMatrix(tuple(pieces), entry.shape, found[0].turned, dtype))
-    tables = np.zeros((len(pieces), 256), np.float32)
-    for table, piece in zip(tables, pieces, strict=True):
-        table[: len(piece.table)] = piece.table
+        pieces = tuple(_piece(p, entry.format) for p in found)
+        return jax.device_put(QuantisedMatrix(pieces, entry.shape, first.turned, dtype))
     count = entry.shape[0]
-    codes = np.concatenate([p.codes for p in found]).reshape(count, -1, found[0].codes.shape[1])
-    scales = np.concatenate([p.scale_codes for p in pieces]).reshape(count, codes.shape[1], -1)
-    levels = None if pieces[0].levels is None else np.stack([p.levels for p in pieces])
-    first = found[0]
+    codes = np.concatenate([p.codes for p in found]).reshape(count, -1, first.codes.shape[1])
+    scales = np.concatenate([p.scale_codes for p in found]).reshape(count, codes.shape[1], -1)
+    levels = np.stack([p.levels for p in found]) if first.kind == "nf4" else None
     form = (entry.shape, first.length, first.group, first.shape[0], dtype)
+    tables = np.stack([p.table for p in found])
     return jax.device_put(QuantisedStack(codes, scales, tables, levels, *form))
+
+
+def describe_codes(archive: Archive, name: str) -> QuantisedMatrix | QuantisedStack | str:
+    """What :func:`load_codes` will give, its arrays as ``jax.ShapeDtypeStruct``; their numbers are not read."""
+    found = stored_layouts(archive, name)
+    if isinstance(found, str):
+        return found
+    entry = archive[archive[name].same_as or name]
+    dtype = str(numpy_dtype(entry.format))
+    first, like = found[0], jax.ShapeDtypeStruct
+    kind = jnp.int8 if first.kind == "int8" else jnp.uint8
+    several = (len(found),) if len(entry.shape) > 2 else ()
+    levels = like((*several, 16), jnp.float32) if first.kind == "nf4" else None
+    tables = like((*several, 256), jnp.float32)
+    if not several:
+        pieces = tuple(
+            Piece(
+                like((p.rows, p.width), kind), like((p.rows, p.groups), jnp.uint8), tables, levels,
+                like((p.exact,), jnp.int32), like((p.exact,), jnp.int32), like((p.exact,), jnp.float32),
+                p.length, p.group,
+            )
+            for p in found
+        )  # fmt: skip
+        return QuantisedMatrix(pieces, entry.shape, first.turned, dtype)
+    count = entry.shape[0]
+    rows = sum(p.rows for p in found) // count
+    codes, scales = like((count, rows, first.width), kind), like((count, rows, first.groups), jnp.uint8)
+    form = (entry.shape, first.length, first.group, first.shape[0], dtype)
+    return QuantisedStack(codes, scales, tables, levels, *form)
 
 
 def _piece(parts: Parts, form: NumberFormat) -> Piece:
     """In host memory."""
     row, column, change = exact_changes(parts, form)
-    scale_codes, table = split_scales(parts.scales)
     return Piece(
-        parts.codes, scale_codes, table, parts.levels if parts.kind == "nf4" else None,
+        parts.codes, parts.scale_codes, parts.table, parts.levels if parts.kind == "nf4" else None,
         row.astype(np.int32), column.astype(np.int32), change,
         parts.length, parts.group,
     )  # fmt: skip

@@ -20,13 +20,13 @@ from jax import lax
 
 from capibara.compress.coded import is_coded
 from capibara.compress.container import Archive
-from capibara.compress.direct import QuantisedMatrix, QuantisedStack, load_codes
+from capibara.compress.direct import QuantisedMatrix, QuantisedStack, describe_codes, load_codes
 from capibara.compress.errors import CompressError
 from capibara.compress.models.adapters import Adapter
 from capibara.compress.models.numbers import from_bits, is_array, is_torch
 from capibara.jax_versions import scan_counts
 
-__all__ = ["Coded", "CodedArrays", "load_weights", "quantized"]
+__all__ = ["Coded", "CodedArrays", "describe_weights", "load_weights", "quantized"]
 
 Coded = QuantisedMatrix | QuantisedStack
 
@@ -317,6 +317,15 @@ def load_weights(archive: Archive, likes: Mapping[str, Any]) -> tuple[dict[str, 
             found = numbers[place]
         out[name] = found
     return out, why
+
+
+def describe_weights(archive: Archive, likes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
+    """What :func:`load_weights` will load: codes of ``jax.ShapeDtypeStruct``, of other tensors their ``likes``."""
+    out: dict[str, Any] = {}
+    for name, like in likes.items():
+        found = describe_codes(archive, name)
+        out[name] = like if isinstance(found, str) else found
+    return out
 
 
 class CodedArrays:

@@ -6,23 +6,30 @@ import math
 
 import numpy as np
 
-from capibara.compress.codecs.fixed import Fixed, Parts
+from capibara.compress.codecs.fixed import HEAD_BYTES, Fixed, Layout, Parts
 from capibara.compress.codecs.protocol import get_codec
 from capibara.compress.container.reader import Archive
 from capibara.compress.formats import NumberFormat, to_float
 
-__all__ = ["exact_changes", "split_scales", "stored_parts"]
+__all__ = ["exact_changes", "stored_layouts", "stored_parts"]
 
 
-def stored_parts(archive: Archive, name: str) -> list[Parts] | str:
-    """The codes of a tensor, one entry per run of indices of its first axis; or the reason why there are none."""
+def stored_layouts(archive: Archive, name: str) -> list[Layout] | str:
+    """The form of a tensor's codes, for each run of indices of its first axis; or the reason why there are none.
+
+    Only what payloads begin with is read: their checksums are not verified.
+
+    Raises:
+      KeyError: there is no tensor of that name.
+      DamagedError: a payload does not begin as its codec writes it.
+    """
     entry = archive[archive[name].same_as or name]
     codec = get_codec(entry.codec)
     if not isinstance(codec, Fixed) or len(entry.shape) < 2 or 0 in entry.shape or entry.coded_as is not None:
         return f"stored as {entry.codec} with the shape {entry.shape}"
     found = [
-        codec.parts(payload, entry.format, shape, entry.settings)
-        for shape, payload in archive.payloads(entry.name)
+        codec.layout(memoryview(head), entry.format, shape)
+        for shape, head in archive.beginnings(entry.name, HEAD_BYTES)
     ]
     if len({p.turned for p in found}) != 1 or len({p.length for p in found if not p.turned}) > 1:
         return f"stored in chunks of different rows, with the shape {entry.shape}"
@@ -32,16 +39,28 @@ def stored_parts(archive: Archive, name: str) -> list[Parts] | str:
     if len(entry.shape) > 2:
         if turned or math.prod(entry.shape[1:]) % length:
             return f"groups of numbers lie across the first axis of {entry.shape}"
-        if any(len(p.positions) for p in found):
+        if any(p.exact for p in found):
             return "some numbers are kept exactly, in a tensor of more than two axes"
     return found
 
 
-def split_scales(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scales as codes, uint8 [rows, groups], and the scale of each code, float32 [at most 256]."""
-    table, codes = np.unique(scales, return_inverse=True)
-    assert len(table) <= 256  # they were made of codes of eight bits
-    return codes.reshape(scales.shape).astype(np.uint8), table.astype(np.float32)
+def stored_parts(archive: Archive, name: str) -> list[Parts] | str:
+    """The codes of a tensor, one entry per run of indices of its first axis; or the reason why there are none.
+
+    Raises:
+      KeyError: there is no tensor of that name.
+      DamagedError: a payload has the wrong checksum, or is not what its codec writes.
+    """
+    layouts = stored_layouts(archive, name)
+    if isinstance(layouts, str):
+        return layouts
+    entry = archive[archive[name].same_as or name]
+    codec = get_codec(entry.codec)
+    assert isinstance(codec, Fixed)
+    return [
+        codec.parts(payload, entry.format, shape, entry.settings)
+        for shape, payload in archive.payloads(entry.name)
+    ]
 
 
 def exact_changes(parts: Parts, form: NumberFormat) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -23,7 +23,7 @@ from capibara.compress.container.reader import Archive
 from capibara.compress.formats import NumberFormat
 from capibara.compress.models.adapters import put_tensor
 from capibara.compress.models.numbers import torch_from_bits
-from capibara.compress.stored_codes import exact_changes, split_scales, stored_parts
+from capibara.compress.stored_codes import exact_changes, stored_parts
 from capibara.errors import MissingExtraError
 from capibara.native.loading import open_library
 
@@ -88,12 +88,11 @@ class CodedPiece(nn.Module):
         super().__init__()
         # torch.tensor, not from_numpy: that gives empty arrays strides of 0, which torch.export cannot save.
         row, column, change = exact_changes(parts, form)
-        scale_codes, table = split_scales(parts.scales)
         self.length, self.group, self.rows = parts.length, parts.group, len(parts.codes)
         for name, value in (
             ("codes", torch.from_numpy(np.array(parts.codes))),
-            ("scale_codes", torch.from_numpy(scale_codes)),
-            ("table", _bits(table)),
+            ("scale_codes", torch.from_numpy(np.array(parts.scale_codes))),
+            ("table", _bits(parts.table)),
             ("levels", None if parts.levels is None else _bits(parts.levels)),
             ("row", torch.tensor(row.astype(np.int32))),
             ("column", torch.tensor(column.astype(np.int32))),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from capibara.config import ModularModelConfig
     from capibara.train import Checkpoint
 
-__all__ = ["load_compressed", "weights_config"]
+__all__ = ["describe_compressed", "load_compressed", "weights_config"]
 
 
 def load_compressed(
@@ -82,13 +82,52 @@ def load_compressed(
         )
     place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     with Archive(path) as archive:
-        likes = {
-            entry.name: jax.ShapeDtypeStruct(entry.shape, numpy_dtype(entry.format), sharding=place)
-            for entry in archive
-        }
+        likes = _likes(archive, place)
         _fitted(path, expected, likes)  # before anything is decoded
         found = load_sharded(archive, place) if decode is True else _quantized(archive, likes, decode)
     return LoadedModel(model, _fitted(path, expected, found), state, checkpoint)
+
+
+def describe_compressed(
+    path: str | os.PathLike[str], *, decode: bool | str = True
+) -> tuple[ModularModelConfig, Mapping[str, bytes] | Path, Callable[[Any], tuple[Any, Any]]]:
+    """What :func:`load_compressed` will load of a file alone; of its tensors only what they begin with is read.
+
+    Args:
+      path, decode: as for :func:`load_compressed`.
+
+    Returns:
+      The settings of its model; the files of its tokenizer by name, or the folder where they are; and a function of
+      the model, which returns descriptions of its parameters and state, as
+      :func:`capibara.serve.engine.arrays.describe_arrays` does, and raises what :func:`load_compressed` would.
+
+    Raises:
+      ConfigError, CompressError, ArchiveError, OSError: as :func:`load_compressed`.
+    """
+    check_decode(decode)
+    path = Path(path)
+    with Archive(path) as archive:
+        tokenizer = carried_tokenizer(archive.metadata, path)
+
+    def describe(model: Any) -> tuple[Any, Any]:
+        expected, state = describe_arrays(model)
+        if decode is True:
+            return expected, state
+        from capibara.compress.jax_codes import describe_weights
+
+        with Archive(path) as archive:
+            return _fitted(path, expected, describe_weights(archive, _likes(archive))), state
+
+    return weights_config(path), tokenizer or path.parent / "tokenizer", describe
+
+
+def _likes(archive: Archive, sharding: Any = None) -> dict[str, Any]:
+    import jax
+
+    return {
+        entry.name: jax.ShapeDtypeStruct(entry.shape, numpy_dtype(entry.format), sharding=sharding)
+        for entry in archive
+    }
 
 
 def _quantized(archive: Archive, likes: dict[str, Any], decode: bool | str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ u32, length u32, positions and values (with outliers); length u32 and the groups
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import struct
@@ -55,12 +56,34 @@ from capibara.compress.codecs.in_place import InPlace
 from capibara.compress.errors import DamagedError
 from capibara.compress.formats import NumberFormat, from_float, get_format, largest, to_float
 
-__all__ = ["INT4", "INT8", "NF4_CODEC", "Fixed", "Parts"]
+__all__ = ["HEAD_BYTES", "INT4", "INT8", "NF4_CODEC", "Fixed", "Layout", "Parts"]
 
 _HEAD = struct.Struct("<BBHf")
 _CODED, _TURNED, _BOOK, _OUTLIERS = 1, 2, 4, 8
 _BOOK_SIZE = 32  # bytes
+HEAD_BYTES = _HEAD.size + _BOOK_SIZE + 4
+"""So many bytes of a payload are enough for :meth:`Fixed.layout`."""
 _SHORTEST = 32  # a last axis below this is not a row of its own
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The form of the arrays of :class:`Parts`, where the names are the same.
+
+    Attributes:
+      rows: of codes. width: bytes of a row of them. groups: of a row.
+      exact: how many values are kept exactly.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    rows: int
+    length: int
+    group: int
+    turned: bool
+    width: int
+    groups: int
+    exact: int
 
 
 @dataclass(frozen=True)
@@ -75,7 +98,7 @@ class Parts:
       turned: rows run along the tensor's first axis: it is the transpose of [rows, length].
       codes: int8 [rows, length]; of four bits uint8 [rows, ceil(length / 2)], the first of two in the lower half.
         Codes of ``int4`` are the level + 8.
-      scales: float32 [rows, groups], of either sign.
+      scale_codes: uint8 [rows, groups]. table: float32 [256], the scale of each scale code, of either sign.
       levels: float32 [16], the value of each four-bit code; ``None`` for ``int8``, whose codes are the levels.
       positions: int64 [count], indices in [rows · length] of values that are kept exactly instead of their codes.
       exact: float [count], those values.
@@ -87,10 +110,16 @@ class Parts:
     group: int
     turned: bool
     codes: np.ndarray
-    scales: np.ndarray
+    scale_codes: np.ndarray
+    table: np.ndarray
     levels: np.ndarray | None
     positions: np.ndarray
     exact: np.ndarray
+
+    @functools.cached_property
+    def scales(self) -> np.ndarray:
+        """float32 [rows, groups]."""
+        return self.table[self.scale_codes]
 
     def dequantise(self, first: int = 0, last: int | None = None) -> np.ndarray:
         """Rows ``first`` to ``last`` as float32 [rows, length], without the exact values."""
@@ -241,13 +270,11 @@ class Fixed(InPlace):
         codes = codes.reshape(len(rows), -1)[:, : rows.shape[1]]
         return scales.reshape(len(rows), count), codes, book, top, resolution
 
-    def parts(
-        self, payload: memoryview, form: NumberFormat, shape: tuple[int, ...], settings: Mapping[str, Any]
-    ) -> Parts:
-        """The tensor in its stored form: codes and scales.
+    def layout(self, payload: memoryview, form: NumberFormat, shape: tuple[int, ...]) -> Layout:
+        """The form of a tensor's codes and scales: of a payload, or of its first :data:`HEAD_BYTES`.
 
         Raises:
-          DamagedError: the payload is not what :meth:`encode` writes.
+          DamagedError: they are not what :meth:`encode` writes.
         """
         cursor = Cursor(payload)
         flags, resolution, group, top = _HEAD.unpack(cursor.take(_HEAD.size))
@@ -262,34 +289,49 @@ class Fixed(InPlace):
             or (flags & _TURNED and len(shape) < 2)
         ):
             raise DamagedError("a tensor's groups or scales are invalid: the file is damaged")
+        turned, count, exact = bool(flags & _TURNED), math.prod(shape), 0
+        if flags & _OUTLIERS:
+            cursor.take(_BOOK_SIZE * nf4)
+            (exact,) = struct.unpack("<I", cursor.take(4))
+            if not 0 < exact <= count:
+                raise DamagedError("more numbers are kept exactly than there are: the file is damaged")
+        length = _row_length(shape, turned)
+        rows, groups = (count // length, -(-length // group)) if length else (0, 0)
+        width = length if self.kind.bits == 8 else -(-length // 2)
+        return Layout(self.kind.name, shape, rows, length, group, turned, width, groups, exact)
+
+    def parts(
+        self, payload: memoryview, form: NumberFormat, shape: tuple[int, ...], settings: Mapping[str, Any]
+    ) -> Parts:
+        """The tensor in its stored form: codes and scales.
+
+        Raises:
+          DamagedError: the payload is not what :meth:`encode` writes.
+        """
+        layout, cursor = self.layout(payload, form, shape), Cursor(payload)
+        flags, resolution, _, top = _HEAD.unpack(cursor.take(_HEAD.size))
         levels = None
-        if nf4:
-            levels = np.frombuffer(cursor.take(32), "<i2").astype(np.float32)
+        if self.kind.name == "nf4":
+            levels = np.frombuffer(cursor.take(_BOOK_SIZE), "<i2").astype(np.float32)
         elif self.kind.bits == 4:
             levels = np.arange(-8, 8, dtype=np.float32)
-        turned, count = bool(flags & _TURNED), math.prod(shape)
-        length = _row_length(shape, turned)
-        rows = count // length if length else 0
+        rows, length = layout.rows, layout.length
         positions, exact = np.empty(0, np.int64), np.empty(0, form.unsigned)
-        if flags & _OUTLIERS:
-            found, size = struct.unpack("<II", cursor.take(8))
-            if not 0 < found <= count:
-                raise DamagedError("more numbers are kept exactly than there are: the file is damaged")
-            steps = lossless.decode(cursor.take(size), get_format("U32"), (found,))
+        if layout.exact:
+            _, size = struct.unpack("<II", cursor.take(8))
+            steps = lossless.decode(cursor.take(size), get_format("U32"), (layout.exact,))
             positions = np.cumsum(steps.astype(np.int64))
-            if int(positions[-1]) >= count:
+            if int(positions[-1]) >= math.prod(shape):
                 raise DamagedError("an exact value has an invalid position: the file is damaged")
-            exact = np.frombuffer(cursor.take(found * form.bits // 8), form.unsigned)
+            exact = np.frombuffer(cursor.take(layout.exact * form.bits // 8), form.unsigned)
         (size,) = struct.unpack("<I", cursor.take(4))
-        across = -(-length // group) if length else 0
-        scales = lossless.decode(cursor.take(size), get_format("U8"), (rows, across))
+        scales = lossless.decode(cursor.take(size), get_format("U8"), (rows, layout.groups))
         codes = load_codes(cursor.rest(), self.kind, bool(flags & _CODED), rows, length)
         with np.errstate(over="ignore", under="ignore"):
             table = np.float32(top) * multipliers(resolution)
-        table = np.concatenate([table, -table])
         return Parts(
-            self.kind.name, shape, length, group, turned, codes,
-            table[scales].reshape(rows, across), levels, positions, exact,
+            self.kind.name, shape, length, layout.group, layout.turned, codes,
+            scales.reshape(rows, layout.groups), np.concatenate([table, -table]), levels, positions, exact,
         )  # fmt: skip
 
     def decode_into(

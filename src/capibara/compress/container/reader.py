@@ -206,6 +206,17 @@ class Archive:
         for chunk in source.chunks:
             yield source.chunk_shape(chunk), self._payload(chunk, source)
 
+    def beginnings(self, name: str, size: int) -> Iterator[tuple[tuple[int, ...], bytearray]]:
+        """As :meth:`payloads`, at most the first ``size`` bytes of each: too few to verify a checksum.
+
+        Raises:
+          KeyError: there is no tensor of that name.
+          DamagedError: the file has become shorter.
+        """
+        source = self[self[name].same_as or name]
+        for chunk in source.chunks:
+            yield source.chunk_shape(chunk), self._file.read(chunk.offset, min(size, chunk.length))
+
     def _payload(self, chunk: Chunk, entry: Entry) -> memoryview:
         payload = np.empty(chunk.length, np.uint8).data
         self._file.read_into(payload, chunk.offset)

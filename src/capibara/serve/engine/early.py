@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -47,19 +47,21 @@ class EarlyPrograms:
     ``donate_params=True``.
 
     Args:
-      config: of the model. tokenizer: the folder of its tokenizer.
+      config: of the model. tokenizer: the folder of its tokenizer, or the files of it by name.
+      describe: returns descriptions of the model's parameters and state as they will be loaded.
       sizes: keyword arguments of :meth:`EngineSizes.of`. pages: how many; by default as for an engine.
     """
 
     def __init__(
         self,
         config: ModularModelConfig,
-        tokenizer: str | os.PathLike[str],
+        tokenizer: str | os.PathLike[str] | Mapping[str, bytes],
         *,
+        describe: Callable[[Any], tuple[Any, Any]] = describe_arrays,
         pages: int | None = None,
         **sizes: Any,
     ) -> None:
-        self._given = config, tokenizer, pages, sizes
+        self._given = config, tokenizer, describe, pages, sizes
         self._found: Early | None = None
         self._packing: Future[Mapping[tuple[str, ...], Packed]] = Future()
         self._begun = threading.Event()
@@ -99,11 +101,14 @@ class EarlyPrograms:
             self._begun.set()
 
     def _made(self) -> Early:
-        config, tokenizer, pages, given = self._given
+        config, tokenizer, describe, pages, given = self._given
         model = ModularCapibaraModel(config)
-        take_tokenizer(model, tokenizer)
+        if isinstance(tokenizer, Mapping):
+            model.tokenizer_files = dict(tokenizer)
+        else:
+            take_tokenizer(model, tokenizer)
         sizes = EngineSizes.of(model, **given)
-        params, state = describe_arrays(model)
+        params, state = describe(model)
         model = as_computed(model)
         panels = room_for_panels(model, params, donate=True, there=False)
         free = device_budget().free() if pages is None else 0

@@ -164,7 +164,13 @@ def _layers(leaf: Any) -> Any:
     if is_coded(leaf):
         if not hasattr(leaf, "layers"):
             return leaf
-        leaf = jax.tree.map(np.asarray, leaf).layers()  # without a program for each shape
+        described = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(leaf))
+        # Without a program for each shape.
+        leaf = (
+            jax.eval_shape(lambda x: x.layers(), leaf)
+            if described
+            else jax.tree.map(np.asarray, leaf).layers()
+        )
     arrays, tree = jax.tree.flatten(leaf)
     cut = [_cut(array) for array in arrays]
     return Layers([jax.tree.unflatten(tree, each) for each in zip(*cut, strict=True)])
