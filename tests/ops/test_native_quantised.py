@@ -89,6 +89,35 @@ def _numbers(kind: str, codes: np.ndarray, scales: np.ndarray, levels: Any, spec
     return out
 
 
+@pytest.mark.parametrize("kind", ["integers", "bfloat16", "floats", "beyond 16 bits"])
+def test_levels_are_exact(kind: str) -> None:
+    """What kernels know of levels lets them read these faster, and changes no bit."""
+    levels = RANDOM.integers(-32768, 32768, 16).astype(np.float32)
+    levels[[3, 7, 11]] = -32768, 32767, 0
+    if kind == "bfloat16":
+        levels = np.asarray(jnp.asarray(levels, jnp.bfloat16), np.float32)
+    elif kind == "floats":
+        levels[5] = 0.1
+    elif kind == "beyond 16 bits":
+        levels[5] = 32769
+    rows, inner = 9, 150
+    every = np.tile(np.arange(16, dtype=np.uint8), 2)
+    codes = RANDOM.permutation(np.resize(every, rows * inner)).reshape(rows, inner)
+    packed = codes[:, ::2] | codes[:, 1::2] << 4
+    scales = np.ones((rows, 3), np.float32)
+
+    def product(x: Any) -> Any:
+        return quantised_matmul(x, packed, scales, levels, group=64, implementation="native")
+
+    for count in (1, 3, 8):
+        for first in range(0, inner - count + 1, count):
+            some = np.eye(count, inner, first, dtype=np.float32)
+            out = np.asarray(jax.jit(product)(some))
+            np.testing.assert_array_equal(out, levels[codes[:, first : first + count]].T)
+        _, pull = jax.vjp(product, jnp.zeros((count, inner)))
+        np.testing.assert_array_equal(pull(jnp.eye(count, rows))[0], levels[codes[:count]])
+
+
 def test_derivatives_of_every_kind() -> None:
     spec = QuantisedSpec("", (3,), 40, 6, 16)
     x, codes, scales, levels, _ = quantised_case("table", spec)

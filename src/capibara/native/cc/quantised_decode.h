@@ -62,13 +62,18 @@ struct Eight {
   }
 };
 
+// Of codes of four bits: numbers that bfloat16 has, or integers of 16 bits, as archives have them.
+enum class Levels { kAny, kBfloat16, kWhole };
+constexpr float kWholeZero = 12582912 + 32768;  // 1.5 * 2^23, and as much as the integers may be below 0
+
 #if defined(__AVX2__) && !defined(__AVX512F__)
 typedef uint8_t ByteVec __attribute__((vector_size(32)));
 typedef uint32_t LooseWords __attribute__((vector_size(16), aligned(1), may_alias));
 
 // The levels of 32 codes in the order of two chunks: a shuffle of bytes looks up one byte of the levels of all, and the
-// bytes are put together. Levels in 16 bits have zeros for the lower two bytes.
-template <bool kShort>
+// bytes are put together. Of bfloat16 the lower two bytes are zeros. Integers are the lower half of a float between 2^23
+// and 2^24, where neighbours differ by one; the float of 0 is subtracted.
+template <Levels kLevels>
 static inline __attribute__((always_inline)) void look_up(const uint8_t* p, const ByteVec* planes, Vec* to) {
   // Of each half of the bytes that will lie in a lane, the lower and the upper codes.
   const ByteVec places = {0, 1, 2, 3, 0, 1, 2, 3, 8,  9,  10, 11, 8,  9,  10, 11,
@@ -78,24 +83,29 @@ static inline __attribute__((always_inline)) void look_up(const uint8_t* p, cons
   asm("vbroadcasti128 %1, %0" : "=x"(both) : "m"(*reinterpret_cast<const LooseWords*>(p)));
   asm("vpshufb %2, %1, %0" : "=x"(both) : "x"(both), "xm"(places));
   const ByteVec codes = (ByteVec)((WordVec)both >> by) & 15;
+  constexpr int kFirst = kLevels == Levels::kBfloat16 ? 2 : 0, kEnd = kLevels == Levels::kWhole ? 2 : 4;
 #pragma GCC unroll 4
-  for (int i = kShort ? 2 : 0; i < 4; ++i) asm("vpshufb %2, %1, %0" : "=x"(found[i]) : "x"(planes[i]), "x"(codes));
+  for (int i = kFirst; i < kEnd; ++i) asm("vpshufb %2, %1, %0" : "=x"(found[i]) : "x"(planes[i]), "x"(codes));
 #pragma GCC unroll 2
-  for (int i = kShort ? 1 : 0; i < 2; ++i) {
+  for (int i = kFirst / 2; i < kEnd / 2; ++i) {
     asm("vpunpcklbw %2, %1, %0" : "=x"(pairs[2 * i]) : "x"(found[2 * i]), "x"(found[2 * i + 1]));
     asm("vpunpckhbw %2, %1, %0" : "=x"(pairs[2 * i + 1]) : "x"(found[2 * i]), "x"(found[2 * i + 1]));
   }
-  if (kShort) pairs[0] = pairs[1] = (ByteVec){};
+  if (kLevels == Levels::kBfloat16) pairs[0] = pairs[1] = (ByteVec){};
+  if (kLevels == Levels::kWhole) pairs[2] = pairs[3] = (ByteVec)(WordVec{} + 0x4B404B40u);
 #pragma GCC unroll 2
   for (int i = 0; i < 2; ++i) {
     asm("vpunpcklwd %2, %1, %0" : "=x"(to[2 * i]) : "x"(pairs[i]), "x"(pairs[2 + i]));
     asm("vpunpckhwd %2, %1, %0" : "=x"(to[2 * i + 1]) : "x"(pairs[i]), "x"(pairs[2 + i]));
   }
+  if (kLevels == Levels::kWhole)
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) to[i] -= kWholeZero;
 }
 #endif
 
-// Codes of four bits. kShort: their levels are numbers of 16 bits, as bfloat16 has them.
-template <bool kShort>
+// Codes of four bits.
+template <Levels kLevels>
 struct FourOf {
   static constexpr int kVecs = 2;
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -114,9 +124,12 @@ struct FourOf {
     Vec low, high;
     ByteVec planes[4];
     explicit Table(const Codes& w) : levels(w.levels), low(load(w.levels)), high(load(w.levels + 8)) {
-      const uint8_t* const bytes = reinterpret_cast<const uint8_t*>(w.levels);
-      for (int i = 0; i < 4; ++i)
-        for (int l = 0; l < 32; ++l) planes[i][l] = bytes[l % 16 * 4 + i];
+      for (int l = 0; l < 32; ++l) {
+        const float level = levels[l % 16] + (kLevels == Levels::kWhole ? kWholeZero : 0);
+        uint8_t bytes[4];
+        __builtin_memcpy(bytes, &level, sizeof bytes);
+        for (int i = 0; i < 4; ++i) planes[i][l] = bytes[i];
+      }
     }
 #else
     explicit Table(const Codes& w) : levels(w.levels) {}
@@ -126,7 +139,7 @@ struct FourOf {
   static inline __attribute__((always_inline)) void read(const uint8_t* p, const Table& t, Vec* to) {
     static_assert(V == kVecs || V == kMostVecs, "codes are read by chunks, or by as many as are looked up at once");
 #if defined(__AVX2__) && !defined(__AVX512F__)
-    if constexpr (V == 4) return look_up<kShort>(p, t.planes, to);
+    if constexpr (V == 4) return look_up<kLevels>(p, t.planes, to);
 #endif
 #if defined(__AVX512F__)
     // The permutation looks at the lowest four bits of each lane.
@@ -153,8 +166,22 @@ struct FourOf {
   }
 };
 
-using Four = FourOf<false>;
-using ShortFour = FourOf<true>;
+using Four = FourOf<Levels::kAny>;
+using Bfloat16Four = FourOf<Levels::kBfloat16>;
+using WholeFour = FourOf<Levels::kWhole>;
+
+// Which levels these are, where it is of use to know more.
+static inline Levels levels_of(const Codes& w) {
+  if (Four::kMostVecs == Four::kVecs) return Levels::kAny;
+  bool bfloat16 = true, whole = true;
+  for (int i = 0; i < 16; ++i) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, w.levels + i, sizeof bits);
+    bfloat16 &= bits << 16 == 0;
+    whole &= w.levels[i] >= -32768 && w.levels[i] <= 32767 && w.levels[i] == float(int32_t(w.levels[i]));
+  }
+  return bfloat16 ? Levels::kBfloat16 : whole ? Levels::kWhole : Levels::kAny;
+}
 
 // Scales of a row, by group.
 struct Scales {

@@ -42,17 +42,6 @@ static int64_t codes_scratch(const CodesProduct& p) {
   return kMostRows * (kDeepStep + up(least(p.count, kMostVectors), kPanel) + 16);
 }
 
-// Whether levels are numbers of 16 bits, where that is of use.
-static bool levels_are_short(const Codes& w) {
-  if (ShortFour::kMostVecs == ShortFour::kVecs) return false;
-  uint32_t lower = 0, bits;
-  for (int i = 0; i < 16; ++i) {
-    __builtin_memcpy(&bits, w.levels + i, sizeof bits);
-    lower |= bits << 16;
-  }
-  return lower == 0;
-}
-
 template <typename C>
 static void multiply_thin(const CodesProduct& p, int64_t item, float* scratch) {
   p.across ? thin_across<C>(p, item, scratch) : thin<C>(p, item, scratch);
@@ -67,7 +56,11 @@ static void codes_multiply(const CodesProduct& p, int64_t item, float* scratch) 
   else if (!p.w.four)
     multiply_thin<Eight>(p, item, scratch);
   else
-    levels_are_short(p.w) ? multiply_thin<ShortFour>(p, item, scratch) : multiply_thin<Four>(p, item, scratch);
+    switch (levels_of(p.w)) {
+      case Levels::kAny: multiply_thin<Four>(p, item, scratch); break;
+      case Levels::kBfloat16: multiply_thin<Bfloat16Four>(p, item, scratch); break;
+      case Levels::kWhole: multiply_thin<WholeFour>(p, item, scratch); break;
+    }
 }
 
 static int64_t codes_block(const CodesProduct& p) { return p.across && is_thin(p) ? codes_items(p) : 0; }
