@@ -112,11 +112,11 @@ def run(args: argparse.Namespace) -> int:
     from capibara.compilation.persistent_cache import keep_compiled
     from capibara.config import ModularModelConfig
     from capibara.core.encoders import require_decoder
+    from capibara.core.float64 import check_float64
     from capibara.data import load_tokenizer
     from capibara.errors import ConfigError
     from capibara.launch import may_be_fewer
     from capibara.train.examples import load_data
-    from capibara.train.float64 import check_float64
     from capibara.train.placement import Placement
     from capibara.train.plot import check_suffix, plot_run
     from capibara.train.processes import Processes

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from capibara.families import Pretrained
-from capibara.serve.loaded import LoadedModel, take_tokenizer
+from capibara.serve.loaded import LoadedModel, build_model, take_tokenizer
 from capibara.train import (
     Checkpoint,
     CheckpointNotFoundError,
@@ -22,7 +22,6 @@ from capibara.train.rundir import lock_run
 from capibara.train.saved import Facts, model_items
 
 __all__ = [
-    "build_model",
     "find_checkpoint",
     "load_model",
     "save_pretrained_run",
@@ -110,16 +109,3 @@ def save_pretrained_run(model: Any, folder: str | os.PathLike[str]) -> Checkpoin
             config_toml=model.config.to_toml(),
             tokenizer=model.tokenizer_files,
         )
-
-
-def build_model(config: Any) -> Any:
-    """Build the model that settings describe.
-
-    Raises:
-      ConfigError: they need float64 without JAX's 64-bit mode.
-    """
-    from capibara.core import ModularCapibaraModel
-    from capibara.train.float64 import check_float64
-
-    check_float64(config, "a model of such numbers")
-    return ModularCapibaraModel(config)

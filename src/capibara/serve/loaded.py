@@ -11,7 +11,7 @@ from capibara.families import tokenizer_files_of
 if TYPE_CHECKING:
     from capibara.train import Checkpoint
 
-__all__ = ["LoadedModel", "take_tokenizer"]
+__all__ = ["LoadedModel", "build_model", "take_tokenizer"]
 
 
 @dataclass(frozen=True)
@@ -38,3 +38,16 @@ def take_tokenizer(model: Any, folder: str | os.PathLike[str]) -> None:
     """
     if files := tokenizer_files_of(folder):
         model.tokenizer_files = files
+
+
+def build_model(config: Any) -> Any:
+    """Build the model that settings describe.
+
+    Raises:
+      ConfigError: they need float64 without JAX's 64-bit mode.
+    """
+    from capibara.core import ModularCapibaraModel
+    from capibara.core.float64 import check_float64
+
+    check_float64(config, "a model of such numbers")
+    return ModularCapibaraModel(config)

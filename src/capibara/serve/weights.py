@@ -15,8 +15,7 @@ from capibara.compress.running import check_decode, refuse
 from capibara.families import read_config
 from capibara.serve.carried import carried_config, carried_source, carried_tokenizer
 from capibara.serve.engine.arrays import describe_arrays
-from capibara.serve.load import build_model
-from capibara.serve.loaded import LoadedModel, take_tokenizer
+from capibara.serve.loaded import LoadedModel, build_model, take_tokenizer
 
 if TYPE_CHECKING:
     from capibara.config import ModularModelConfig
@@ -57,8 +56,6 @@ def load_compressed(
     """
     import jax
 
-    from capibara.train import restore_model
-
     check_decode(decode)
     path = Path(path)
     with Archive(path) as archive:
@@ -74,6 +71,8 @@ def load_compressed(
     _take_tokenizer(model, path, metadata, checkpoint, published)
     expected, state = describe_arrays(model)
     if checkpoint is not None:
+        from capibara.train import restore_model  # a large import
+
         _, state = restore_model(checkpoint, model)
     elif jax.tree_util.tree_leaves(state):
         raise CompressError(

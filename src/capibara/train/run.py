@@ -15,9 +15,9 @@ import jax
 
 from capibara.config import ModularModelConfig
 from capibara.core.encoders import require_decoder
+from capibara.core.float64 import check_float64
 from capibara.errors import ConfigError
 from capibara.sharding import Layout, resized
-from capibara.train.float64 import check_float64
 from capibara.train.optimizer import build_optimizer, learning_rate_schedule
 from capibara.train.pipelines import check_pipeline
 from capibara.train.placement import Placement, device_counts

@@ -1,4 +1,4 @@
-"""Training in float64 needs JAX's 64-bit mode for the whole process.
+"""Models in float64 need JAX's 64-bit mode for the whole process.
 
 The mode could be switched on around a run, but it belongs to one thread, and checkpoints are read and written on
 others; so a run asks for it instead of switching it on.
