@@ -15,10 +15,24 @@ from collections.abc import Iterator, Mapping
 
 from capibara.jax_versions import UnsupportedJaxWarning, find_package, installed_version, version_problem
 
-__all__ = ["STARTED", "has_tpu", "keep_to_cpu", "prepare"]
+__all__ = ["FLAGS", "PACKAGE", "STARTED", "has_tpu", "keep_to_cpu", "package_folder", "prepare"]
+
+
+def package_folder() -> tuple[int, int] | None:
+    """Which folder Capibara's name leads to, as the system numbers it; ``None`` where it is in no folder."""
+    try:
+        status = os.stat(os.path.dirname(__file__))
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
 
 STARTED = time.time()
 """When this process began to import Capibara, as files say when they were changed."""
+PACKAGE = package_folder()
+"""The folder that it was imported from: a link may lead to another release later."""
+FLAGS = os.environ.get("XLA_FLAGS", "")
+"""``XLA_FLAGS`` as they were then: XLA reads them once."""
 
 # Variables of libtpu that say nothing about a TPU. JAX sets the first two itself, where it finds none.
 _ABOUT_NO_TPU = {

@@ -26,7 +26,7 @@ from capibara.compilation.untraced import UntracedPrograms
 from capibara.files import digest_of_files
 from capibara.ops import tuning_cache, use_tuning
 from capibara.ops.tuning import Tuned, forced, tuning_file
-from capibara.startup import STARTED
+from capibara.startup import FLAGS, STARTED
 
 X = np.arange(12, dtype=np.float32).reshape(3, 4)
 OUTPUTS = {"sum": 0, "turned": 0}
@@ -157,13 +157,24 @@ def test_settings_of_a_thread(folder: Path) -> None:
 
 
 def test_flags(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(flags: str) -> None:
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        monkeypatch.setattr(untraced, "FLAGS", flags)
+
     one, other = "--xla_backend_optimization_level=0", "--xla_backend_optimization_level=3"
-    monkeypatch.setenv("XLA_FLAGS", f"{one} {other}")
+    start(f"{one} {other}")
     here(a=1).make("f", (X,), OUTPUTS, lower)
-    monkeypatch.setenv("XLA_FLAGS", f"{other} {one}")  # the last one counts
+    start(f"{other} {one}")  # the last one counts
     assert here(a=1).get("f", (X,), OUTPUTS) is None
-    monkeypatch.setenv("XLA_FLAGS", "/a/file/of/flags")
+    start("/a/file/of/flags")
     assert UntracedPrograms.here({}) is None
+
+
+def test_flags_that_are_no_longer_those_that_xla_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", f"{FLAGS} --xla_cpu_enable_fast_math=true")
+    assert UntracedPrograms.here({}) is None
+    monkeypatch.setenv("XLA_FLAGS", FLAGS)
+    assert UntracedPrograms.here({}) is not None
 
 
 @given(st.data())
@@ -236,6 +247,13 @@ def test_other_variables_change_nothing(folder: Path, monkeypatch: pytest.Monkey
 def test_sources_that_changed_meanwhile(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was imported may be the former ones."""
     monkeypatch.setattr("capibara.compilation.untraced.STARTED", 1e9)
+    assert UntracedPrograms.here({}) is None
+
+
+def test_another_release_in_its_place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link to the package leads to another folder now, none of whose files has changed since."""
+    assert UntracedPrograms.here({}) is not None
+    monkeypatch.setattr(untraced, "package_folder", lambda: (0, 0))
     assert UntracedPrograms.here({}) is None
 
 

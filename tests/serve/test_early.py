@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from own_cache import own_cache
 from small_models import KINDS, SMALL
@@ -166,6 +168,42 @@ def test_nor_does_an_engine_without_them(kind: str, tmp_path: Path, monkeypatch:
         assert not traced
         assert start(pages=40) == want
         assert traced
+
+
+@pytest.mark.parametrize("untraced", [False, True])
+def test_settings_of_the_calling_thread_hold(
+    untraced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[Any] = set()
+    decode = ModularCapibaraModel.decode_pages
+
+    def look(self: Any, *given: Any, **more: Any) -> Any:
+        seen.add((str(jax.config.jax_default_matmul_precision), mark.get()))
+        return decode(self, *given, **more)
+
+    mark: contextvars.ContextVar[str] = contextvars.ContextVar("mark", default="none")
+    monkeypatch.setattr(ModularCapibaraModel, "decode_pages", look)
+    model = ModularCapibaraModel(config_of())
+    mark.set("own")
+    with own_cache(tmp_path / "home", monkeypatch), keep_compiled(pytest.fail, min_seconds=0.0):
+        for precision in ("highest", None):
+            seen.clear()
+            with jax.default_matmul_precision(precision):
+                Engine(model, untraced=untraced, warm=True, **SIZES).close()
+            assert seen == {(str(precision), "own")}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parameters_of_numpy(dtype: str) -> None:
+    model = ModularCapibaraModel(
+        config_of(**{"precision.param_dtype": dtype, "precision.compute_dtype": dtype})
+    )
+    plain = jax.tree.map(np.asarray, model.params)
+    found = []
+    for params in (model.params, plain):
+        with Engine(model, params, warm=False, **SIZES) as engine:
+            found.append(tokens(engine))
+    assert found[0] == found[1]
 
 
 def test_a_model_of_another_class_is_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

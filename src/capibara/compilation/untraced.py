@@ -32,7 +32,7 @@ from capibara.files import digest_of_files, entries_below, replace_file
 from capibara.jax_versions import process_settings, trace_context, watch_program_keys
 from capibara.native import library
 from capibara.ops.tuning import tuning_facts
-from capibara.startup import STARTED
+from capibara.startup import FLAGS, PACKAGE, STARTED, package_folder
 
 __all__ = ["UntracedPrograms"]
 
@@ -64,12 +64,14 @@ class UntracedPrograms:
         session = shared_session()
         if session is None or jax.default_backend() != "cpu" or jax.device_count() != 1:
             return None
-        if not all(flag.startswith("--") for flag in os.environ.get("XLA_FLAGS", "").split()):
-            return None  # a file of flags, which may change
+        flags = os.environ.get("XLA_FLAGS", "")
+        # A file of flags may change, and XLA may have read others than those that are there now.
+        if flags != FLAGS or not all(flag.startswith("--") for flag in flags.split()):
+            return None
         try:
             changed, sources = _sources()
             # What this process has imported may be the former one.
-            if process_settings() is None or changed > STARTED:
+            if process_settings() is None or changed > STARTED or package_folder() != PACKAGE:
                 return None
             return cls(session, facts, _code(session.folder, sources))
         except OSError:  # of a source that cannot be read

@@ -20,7 +20,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Row
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import jax
@@ -37,7 +36,7 @@ from capibara.serve.engine.early import EarlyPrograms
 from capibara.serve.engine.layers import as_computed, layers_apart, room_for_panels
 from capibara.serve.engine.limits import check_request, is_integer
 from capibara.serve.engine.pages import PagePool
-from capibara.serve.engine.programs import Programs, kept_programs, pages_in_memory
+from capibara.serve.engine.programs import Programs, kept_programs, pages_in_memory, run_each
 from capibara.serve.engine.sequences import Sequence
 from capibara.serve.engine.several import StepTimes
 from capibara.serve.engine.speculation import (
@@ -65,6 +64,13 @@ __all__ = ["Engine"]
 
 _GIVE_WAY_S = 0.25  # for texts that are written, before a program is compiled beside them
 _START_S = 0.5  # for what follows an engine's start, and for who waited for it, likewise
+
+
+def _on_device(model: Any, params: Any) -> Any:
+    """The parameters, those of NumPy as arrays of JAX: each step would take them to the device again."""
+    if model.mesh is not None:
+        return params
+    return jax.tree.map(lambda x: jax.device_put(x) if isinstance(x, np.ndarray) else x, params)
 
 
 class Engine:
@@ -176,7 +182,7 @@ class Engine:
             model.tokenizer if hasattr(model, "tokenizer") else ByteTokenizer()
         )
         settings = model.config.model
-        params = model.params if params is None else params
+        params = _on_device(model, model.params if params is None else params)
         state = model.state if state is None else state
         model = as_computed(model)
         if speculation is not None and use_cache:
@@ -258,11 +264,9 @@ class Engine:
         if warm is True:
             first, rest = [*first, *rest], []
         self._programs_left, total = len(rest), len(first) + len(rest)
-        # One is traced, in Python, while XLA is at another.
-        with ThreadPoolExecutor(1 if kept is None else 2, thread_name_prefix="capibara-programs") as pool:
-            for done, _ in enumerate(pool.map(lambda compile_one: compile_one(), first), start=1):
-                if progress is not None:
-                    progress(done, total)
+        for done, _ in enumerate(run_each(first, together=kept is not None), start=1):
+            if progress is not None:
+                progress(done, total)
         if not rest and not beside:
             self._use_large_pages()
         else:

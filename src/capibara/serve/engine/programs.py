@@ -6,10 +6,12 @@ They are compiled for the arrays that they are called with, so that nothing is c
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -22,6 +24,7 @@ from capibara.compress.coded import is_coded
 from capibara.core import ModularCapibaraModel
 from capibara.core.paged import StepShape
 from capibara.errors import ConfigError
+from capibara.jax_versions import trace_context
 from capibara.memory.budget import device_budget
 from capibara.memory.zeros import zeros_on_demand
 from capibara.ops.linalg.chained import chained
@@ -34,7 +37,15 @@ from capibara.serve.engine.steps import EngineSizes
 from capibara.serve.row_sampling import Changes, Chosen, SamplingRows, choose, choose_alone, rows_of
 from capibara.serve.sampling import GREEDY
 
-__all__ = ["MOST_SCORES", "Programs", "kept_programs", "no_changes", "page_bytes", "pages_in_memory"]
+__all__ = [
+    "MOST_SCORES",
+    "Programs",
+    "kept_programs",
+    "no_changes",
+    "page_bytes",
+    "pages_in_memory",
+    "run_each",
+]
 
 MOST_SCORES = 20
 """The most alternatives that are given with a token."""
@@ -412,6 +423,26 @@ def kept_programs(model: Any, params: Any, state: Any, *, writable: int) -> Untr
         "writable": writable,
     }
     return UntracedPrograms.here(facts)
+
+
+def run_each(work: Sequence[Callable[[], Any]], *, together: bool) -> Iterator[None]:
+    """Run functions that make programs, and say when each is done.
+
+    Args:
+      together: two at a time, in threads, where settings of JAX and contexts hold as in this one: one is traced, in
+        Python, while XLA is at another.
+    """
+    if together:
+        with ThreadPoolExecutor(2, thread_name_prefix="capibara-programs") as pool:
+            # JAX's contexts are of a thread, and others cannot be given them.
+            if pool.submit(trace_context).result() == trace_context():
+                for one in [pool.submit(contextvars.copy_context().run, each) for each in work]:
+                    one.result()
+                    yield
+                return
+    for each in work:
+        each()
+        yield
 
 
 def no_changes(rows: int, vocabulary: int) -> Changes:
