@@ -135,6 +135,16 @@ def test_arguments_are_checked_first(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("verb", ["serve", "export"])
+def test_an_archive_that_is_not_there(verb: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = str(tmp_path / "none.capi")
+    assert main([verb, path, *([str(tmp_path / "out")] if verb == "export" else [])]) == 2
+    assert (
+        f"{path!r}: No such file or directory. Remedy: a .capi file that can be read"
+        in capsys.readouterr().err
+    )
+
+
 def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

@@ -13,7 +13,7 @@ import pytest
 from capibara import native
 from capibara.compress.container import Archive, ArchiveWriter, writer
 from capibara.compress.direct import QuantisedMatrix, load_quantised
-from capibara.compress.errors import CompressError
+from capibara.compress.errors import CompressError, DamagedError
 from capibara.compress.formats import get_format
 
 RANDOM = np.random.default_rng(0)
@@ -104,3 +104,17 @@ def test_what_is_no_such_matrix(tmp_path: Path) -> None:
         matrix.matmul(np.ones((2, 63), np.float32))
     with pytest.raises(CompressError, match="dequantise"):
         matrix.rows([1])
+
+
+@pytest.mark.parametrize("at", range(8))
+def test_a_damaged_beginning_is_found_by_its_checksum(at: int, tmp_path: Path) -> None:
+    """Whatever else it may say: what codes look like is asked of it only then."""
+    stored(tmp_path, RANDOM.normal(size=(48, 40)).astype(np.float32), "nf4")
+    path = tmp_path / "w.capi"
+    with Archive(path) as archive:
+        offset = archive["w"].chunks[0].offset
+    content = bytearray(path.read_bytes())
+    content[offset + at] ^= 2
+    path.write_bytes(content)
+    with pytest.raises(DamagedError, match=r"w\.capi: w does not have its checksum"):
+        load_quantised(path, "w")

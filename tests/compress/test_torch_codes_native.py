@@ -68,6 +68,20 @@ def test_products_and_gradients(
             np.testing.assert_allclose(slope.numpy(), back @ w.T, rtol=1e-4, atol=1e-4 * np.abs(w).max())
 
 
+def test_tables_of_earlier_versions_are_read() -> None:
+    """They had only the scales that occur."""
+    piece, matrix = make("int8", 6, 40, 8)
+    state = piece.state_dict()
+    used, places = np.unique(state["scale_codes"].numpy(), return_inverse=True)
+    earlier = state | {
+        "table": state["table"][torch.from_numpy(used.astype(np.int64))],
+        "scale_codes": torch.from_numpy(places.reshape(state["scale_codes"].shape).astype(np.uint8)),
+    }
+    other, _ = make("int8", 6, 40, 8)
+    other.load_state_dict(earlier)
+    np.testing.assert_allclose(other.numbers(0, 6).numpy(), matrix, rtol=1e-6)
+
+
 def test_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     piece, matrix = make("int8", 6, 40, 8)
     x = torch.randn(2, 40)

@@ -17,6 +17,7 @@ from small_models import KINDS, SMALL
 from capibara.compilation.persistent_cache import keep_compiled
 from capibara.compress import CompressionProfile, ModelCompressionAPI
 from capibara.compress.coded import is_coded
+from capibara.compress.errors import CompressError
 from capibara.config import ModularModelConfig
 from capibara.core import ModularCapibaraModel
 from capibara.errors import ConfigError
@@ -24,6 +25,7 @@ from capibara.memory.budget import device_budget
 from capibara.serve import AdapterRoom, Engine, Request, Sampling, Speculation, load_compressed
 from capibara.serve.engine.early import EarlyPrograms
 from capibara.serve.engine.layers import packing_of
+from capibara.serve.engine.programs import run_each
 from capibara.serve.weights import describe_compressed
 
 SETTINGS = {"model.vocab_size": 256, "model.max_sequence_length": 64, "train.sequence_length": 32}
@@ -75,6 +77,18 @@ def test_an_engine_takes_those_of_an_archive(strategy: str, decode: bool | str, 
             found.append(tokens(engine))
             assert (engine.statistics().compilations == 0) == (given is not None)
     assert found[0] == found[1]
+
+
+def test_an_archive_without_the_state_of_its_model_is_refused_before_anything_is_traced(
+    tmp_path: Path,
+) -> None:
+    config = ModularModelConfig.from_dict({}, SMALL | KINDS["vq"] | SETTINGS)
+    api = ModelCompressionAPI(CompressionProfile(strategy="lossless"))
+    path = api.compress(ModularCapibaraModel(config)).save(tmp_path / "model.capi")
+    (tmp_path / "config.toml").write_text(config.to_toml(), encoding="utf-8")
+    config, _, describe = describe_compressed(path)
+    with pytest.raises(CompressError, match="--checkpoint, the folder of its run"):
+        describe(ModularCapibaraModel(config))
 
 
 @pytest.mark.thin(2)
@@ -178,7 +192,8 @@ def test_settings_of_the_calling_thread_hold(
     decode = ModularCapibaraModel.decode_pages
 
     def look(self: Any, *given: Any, **more: Any) -> Any:
-        seen.add((str(jax.config.jax_default_matmul_precision), mark.get()))
+        precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+        seen.add((str(precision), mark.get()))
         return decode(self, *given, **more)
 
     mark: contextvars.ContextVar[str] = contextvars.ContextVar("mark", default="none")
@@ -191,6 +206,10 @@ def test_settings_of_the_calling_thread_hold(
             with jax.default_matmul_precision(precision):
                 Engine(model, untraced=untraced, warm=True, **SIZES).close()
             assert seen == {(str(precision), "own")}
+    with jax.default_prng_impl("rbg"):
+        made: set[str] = set()
+        list(run_each([lambda: made.add(jax.config.jax_default_prng_impl)], together=True))  # pyright: ignore
+        assert made == {"rbg"}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -204,6 +223,24 @@ def test_parameters_of_numpy(dtype: str) -> None:
         with Engine(model, params, warm=False, **SIZES) as engine:
             found.append(tokens(engine))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_after_an_error_no_more_programs_are_made(together: bool) -> None:
+    begun: list[int] = []
+    go_on = threading.Event()
+
+    def fail() -> None:
+        raise ValueError("no program")
+
+    def work(number: int) -> None:
+        begun.append(number)
+        go_on.wait(0.2)
+
+    with pytest.raises(ValueError, match="no program"):
+        list(run_each([fail, *(lambda n=n: work(n) for n in range(20))], together=together))
+    assert len(begun) < 5
+    assert list(run_each([lambda: begun.clear()] * 3, together=together)) == [None] * 3
 
 
 def test_a_model_of_another_class_is_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

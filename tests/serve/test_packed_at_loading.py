@@ -163,4 +163,5 @@ def test_nothing_is_packed_for_what_owns_its_parameters(tmp_path: Path):
 
 def test_programs_that_fail_pack_nothing(tmp_path: Path):
     folder = folder_of(tmp_path / "model", "llama")
-    assert EarlyPrograms(read_config(folder)[0], folder, **SIZES | {"max_batch": 0}).packing() == {}
+    wrong: dict[str, Any] = SIZES | {"max_batch": 0}
+    assert EarlyPrograms(read_config(folder)[0], folder, **wrong).packing() == {}

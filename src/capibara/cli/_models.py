@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from capibara.train import Origin
 
 __all__ = [
+    "check_archive",
     "find_config",
     "further_config",
     "is_archive",
@@ -125,6 +126,21 @@ def is_archive(path: str | Path) -> bool:
     return Path(path).name.endswith(SUFFIX) and not Path(path).is_dir()
 
 
+def check_archive(path: str) -> None:
+    """Refuse a compressed file that cannot be opened.
+
+    Raises:
+      ConfigError: it is not there, or not for this user.
+    """
+    from capibara.errors import ConfigError
+
+    if is_archive(path):
+        try:
+            open(path, "rb").close()
+        except OSError as error:
+            raise ConfigError(f"{path!r}: {error.strerror}. Remedy: a .capi file that can be read") from None
+
+
 def _names_in(folder: Path) -> list[str]:
     try:
         return os.listdir(folder)
@@ -212,6 +228,7 @@ def load_source(
     if ema and (is_archive(path) or is_published(path)):
         raise ConfigError(f"--ema: {path!r} is not a run, which alone has averaged parameters. Leave it out")
     if is_archive(path):
+        check_archive(path)
         from capibara.serve.weights import load_compressed
 
         return _divided(load_compressed(path, decode=decode), path, mesh)

@@ -20,7 +20,7 @@ from capibara.cli._bundles import (
     say_compiled,
     serving_mesh,
 )
-from capibara.cli._models import load_source
+from capibara.cli._models import check_archive, load_source
 
 if TYPE_CHECKING:
     from capibara.serve import AdapterRoom
@@ -173,6 +173,7 @@ def _run(args: argparse.Namespace, started: Callable[[], object]) -> int:
         raise ConfigError(f"--timeout: got {args.timeout:g}, expected seconds above 0")
     if args.max_wait is not None and not args.max_wait > 0:
         raise ConfigError(f"--max-wait: got {args.max_wait:g}, expected seconds above 0")
+    check_archive(args.model)
     given = _keys(args.api_keys)
     keys = Keys(given)
     named = None if args.allowed_hosts is None else host_names(args.allowed_hosts.split(","))

@@ -365,7 +365,7 @@ def load_codes(archive: Archive, name: str) -> QuantisedMatrix | QuantisedStack 
     count = entry.shape[0]
     codes = np.concatenate([p.codes for p in found]).reshape(count, -1, first.codes.shape[1])
     scales = np.concatenate([p.scale_codes for p in found]).reshape(count, codes.shape[1], -1)
-    levels = np.stack([p.levels for p in found]) if first.kind == "nf4" else None
+    levels = None if first.kind != "nf4" else np.stack([p.levels for p in found if p.levels is not None])
     form = (entry.shape, first.length, first.group, first.shape[0], dtype)
     tables = np.stack([p.table for p in found])
     return jax.device_put(QuantisedStack(codes, scales, tables, levels, *form))
@@ -380,10 +380,11 @@ def describe_codes(archive: Archive, name: str) -> QuantisedMatrix | QuantisedSt
     dtype = str(numpy_dtype(entry.format))
     first, like = found[0], jax.ShapeDtypeStruct
     kind = jnp.int8 if first.kind == "int8" else jnp.uint8
-    several = (len(found),) if len(entry.shape) > 2 else ()
-    levels = like((*several, 16), jnp.float32) if first.kind == "nf4" else None
-    tables = like((*several, 256), jnp.float32)
-    if not several:
+    stacked = len(entry.shape) > 2
+    lead = (len(found),) if stacked else ()
+    levels = like((*lead, 16), jnp.float32) if first.kind == "nf4" else None
+    tables = like((*lead, 256), jnp.float32)
+    if not stacked:
         pieces = tuple(
             Piece(
                 like((p.rows, p.width), kind), like((p.rows, p.groups), jnp.uint8), tables, levels,

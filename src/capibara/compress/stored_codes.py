@@ -8,6 +8,7 @@ import numpy as np
 
 from capibara.compress.codecs.fixed import HEAD_BYTES, Fixed, Layout, Parts
 from capibara.compress.codecs.protocol import get_codec
+from capibara.compress.container.index import Entry
 from capibara.compress.container.reader import Archive
 from capibara.compress.formats import NumberFormat, to_float
 
@@ -23,14 +24,44 @@ def stored_layouts(archive: Archive, name: str) -> list[Layout] | str:
       KeyError: there is no tensor of that name.
       DamagedError: a payload does not begin as its codec writes it.
     """
+    entry, codec = _coded(archive, name)
+    if codec is None:
+        return _stored_otherwise(entry)
+    heads = archive.beginnings(entry.name, HEAD_BYTES)
+    found = [codec.layout(memoryview(head), entry.format, shape) for shape, head in heads]
+    return _why_not(entry, found) or found
+
+
+def stored_parts(archive: Archive, name: str) -> list[Parts] | str:
+    """The codes of a tensor, one entry per run of indices of its first axis; or the reason why there are none.
+
+    Raises:
+      KeyError: there is no tensor of that name.
+      DamagedError: a payload has the wrong checksum, or is not what its codec writes.
+    """
+    entry, codec = _coded(archive, name)
+    if codec is None:
+        return _stored_otherwise(entry)
+    payloads = list(archive.payloads(entry.name))  # checksums come before all that is in them
+    layouts = [codec.layout(payload, entry.format, shape) for shape, payload in payloads]
+    return _why_not(entry, layouts) or [
+        codec.parts(payload, entry.format, shape, entry.settings) for shape, payload in payloads
+    ]
+
+
+def _coded(archive: Archive, name: str) -> tuple[Entry, Fixed | None]:
     entry = archive[archive[name].same_as or name]
     codec = get_codec(entry.codec)
-    if not isinstance(codec, Fixed) or len(entry.shape) < 2 or 0 in entry.shape or entry.coded_as is not None:
-        return f"stored as {entry.codec} with the shape {entry.shape}"
-    found = [
-        codec.layout(memoryview(head), entry.format, shape)
-        for shape, head in archive.beginnings(entry.name, HEAD_BYTES)
-    ]
+    whole = len(entry.shape) >= 2 and 0 not in entry.shape and entry.coded_as is None
+    return entry, codec if isinstance(codec, Fixed) and whole else None
+
+
+def _stored_otherwise(entry: Entry) -> str:
+    return f"stored as {entry.codec} with the shape {entry.shape}"
+
+
+def _why_not(entry: Entry, found: list[Layout]) -> str | None:
+    """Why codes of these forms cannot be multiplied by; ``None``: they can."""
     if len({p.turned for p in found}) != 1 or len({p.length for p in found if not p.turned}) > 1:
         return f"stored in chunks of different rows, with the shape {entry.shape}"
     turned, length = found[0].turned, found[0].length
@@ -41,26 +72,7 @@ def stored_layouts(archive: Archive, name: str) -> list[Layout] | str:
             return f"groups of numbers lie across the first axis of {entry.shape}"
         if any(p.exact for p in found):
             return "some numbers are kept exactly, in a tensor of more than two axes"
-    return found
-
-
-def stored_parts(archive: Archive, name: str) -> list[Parts] | str:
-    """The codes of a tensor, one entry per run of indices of its first axis; or the reason why there are none.
-
-    Raises:
-      KeyError: there is no tensor of that name.
-      DamagedError: a payload has the wrong checksum, or is not what its codec writes.
-    """
-    layouts = stored_layouts(archive, name)
-    if isinstance(layouts, str):
-        return layouts
-    entry = archive[archive[name].same_as or name]
-    codec = get_codec(entry.codec)
-    assert isinstance(codec, Fixed)
-    return [
-        codec.parts(payload, entry.format, shape, entry.settings)
-        for shape, payload in archive.payloads(entry.name)
-    ]
+    return None
 
 
 def exact_changes(parts: Parts, form: NumberFormat) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -73,7 +73,7 @@ class CodedPiece(nn.Module):
     """Rows that were stored together.
 
     Buffers: ``codes`` int8 [rows, length] or uint8 [rows, ceil(length / 2)]; ``scale_codes`` uint8 [rows, groups];
-    ``table``, ``levels``, ``change`` the bits of float32; ``row`` and ``column`` of values that are kept exactly.
+    ``table`` [256], ``levels``, ``change`` the bits of float32; ``row`` and ``column`` of values that are kept exactly.
     """
 
     codes: torch.Tensor
@@ -99,6 +99,13 @@ class CodedPiece(nn.Module):
             ("change", _bits(change)),
         ):
             self.register_buffer(name, value)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        table = state_dict.get(f"{prefix}table")
+        # Earlier versions kept only the scales that occur.
+        if isinstance(table, torch.Tensor) and table.ndim == 1 and 0 < len(table) < 256:
+            state_dict[f"{prefix}table"] = torch.cat([table, table[-1:].expand(256 - len(table))])
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def take(self, where: Any) -> torch.Tensor:
         """Rows as float32 [count, length], without the exact values."""

@@ -74,11 +74,8 @@ def load_compressed(
         from capibara.train import restore_model  # a large import
 
         _, state = restore_model(checkpoint, model)
-    elif jax.tree_util.tree_leaves(state):
-        raise CompressError(
-            f"checkpoint: the model has more than parameters, which {path} does not hold. "
-            "Remedy: --checkpoint, the folder of its run."
-        )
+    else:
+        _refuse_state(path, state)
     place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     with Archive(path) as archive:
         likes = _likes(archive, place)
@@ -110,6 +107,7 @@ def describe_compressed(
 
     def describe(model: Any) -> tuple[Any, Any]:
         expected, state = describe_arrays(model)
+        _refuse_state(path, state)
         if decode is True:
             return expected, state
         from capibara.compress.jax_codes import describe_weights
@@ -118,6 +116,16 @@ def describe_compressed(
             return _fitted(path, expected, describe_weights(archive, _likes(archive))), state
 
     return weights_config(path), tokenizer or path.parent / "tokenizer", describe
+
+
+def _refuse_state(path: Path, state: Any) -> None:
+    import jax
+
+    if jax.tree_util.tree_leaves(state):
+        raise CompressError(
+            f"checkpoint: the model has more than parameters, which {path} does not hold. "
+            "Remedy: --checkpoint, the folder of its run."
+        )
 
 
 def _likes(archive: Archive, sharding: Any = None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from capibara.compress.coded import is_coded
 from capibara.core import ModularCapibaraModel
 from capibara.core.paged import StepShape
 from capibara.errors import ConfigError
-from capibara.jax_versions import trace_context
+from capibara.jax_versions import process_settings, trace_context
 from capibara.memory.budget import device_budget
 from capibara.memory.zeros import zeros_on_demand
 from capibara.ops.linalg.chained import chained
@@ -435,14 +435,24 @@ def run_each(work: Sequence[Callable[[], Any]], *, together: bool) -> Iterator[N
     if together:
         with ThreadPoolExecutor(2, thread_name_prefix="capibara-programs") as pool:
             # JAX's contexts are of a thread, and others cannot be given them.
-            if pool.submit(trace_context).result() == trace_context():
-                for one in [pool.submit(contextvars.copy_context().run, each) for each in work]:
-                    one.result()
-                    yield
+            if pool.submit(_settings_here).result() == _settings_here():
+                running = [pool.submit(contextvars.copy_context().run, each) for each in work]
+                try:
+                    for one in running:
+                        one.result()
+                        yield
+                finally:  # after an error nobody wants the others
+                    for one in running:
+                        one.cancel()
                 return
     for each in work:
         each()
         yield
+
+
+def _settings_here() -> tuple[Any, ...]:
+    """What JAX traces and compiles by in this thread."""
+    return trace_context(), process_settings()
 
 
 def no_changes(rows: int, vocabulary: int) -> Changes:
