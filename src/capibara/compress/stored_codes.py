@@ -10,6 +10,7 @@ from capibara.compress.codecs.fixed import HEAD_BYTES, Fixed, Layout, Parts
 from capibara.compress.codecs.protocol import get_codec
 from capibara.compress.container.index import Entry
 from capibara.compress.container.reader import Archive
+from capibara.compress.errors import DamagedError
 from capibara.compress.formats import NumberFormat, to_float
 
 __all__ = ["exact_changes", "stored_layouts", "stored_parts"]
@@ -28,7 +29,10 @@ def stored_layouts(archive: Archive, name: str) -> list[Layout] | str:
     if codec is None:
         return _stored_otherwise(entry)
     heads = archive.beginnings(entry.name, HEAD_BYTES)
-    found = [codec.layout(memoryview(head), entry.format, shape) for shape, head in heads]
+    try:
+        found = [codec.layout(memoryview(head), entry.format, shape) for shape, head in heads]
+    except DamagedError as error:
+        raise DamagedError(f"{archive.path}: {entry.name}: {error}") from None
     return _why_not(entry, found) or found
 
 

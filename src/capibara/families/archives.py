@@ -15,7 +15,7 @@ from capibara.compress.container.index import SUFFIX
 from capibara.compress.errors import ArchiveError, CompressError
 from capibara.compress.folders import names_of
 from capibara.compress.safetensors_file import Stored
-from capibara.compress.stored_codes import stored_parts
+from capibara.compress.stored_codes import stored_layouts, stored_parts
 from capibara.families.compressed.writing import codes_of
 from capibara.families.entries import Entries
 from capibara.families.errors import FamilyError
@@ -82,10 +82,10 @@ class ArchiveTensors:
         bits = _BITS.get(archive[archive[name].same_as or name].codec)
         if bits is None:
             return None
-        parts = stored_parts(archive, name)
-        if isinstance(parts, str) or any(one.turned or len(one.positions) for one in parts):
+        layouts = stored_layouts(archive, name)
+        if isinstance(layouts, str) or any(one.turned or one.exact for one in layouts):
             return None
-        groups = {one.group for one in parts}
+        groups = {one.group for one in layouts}
         return (bits, groups.pop()) if len(groups) == 1 else None
 
     def codes(self, name: str) -> tuple[np.ndarray, np.ndarray] | None:
