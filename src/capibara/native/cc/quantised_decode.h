@@ -3,6 +3,10 @@
 // Columns are read a chunk at a time. Of codes of four bits a chunk has the even columns first and then the odd ones: so
 // they come out of their bytes. Whatever is multiplied by them is put into the same order beforehand, which is called
 // `arranged`; columns behind the last whole chunk of a row keep theirs.
+//
+// Where instructions work on the halves of a vector apart, 64 columns can be read `halved` instead: the first 32 lie in
+// the lower halves of eight vectors, the others in the upper ones; in each half at first every fourth column, from
+// 0, 2, 16 and 18 on, then the same of the odd columns. Two groups of 32 then share all that is done for a group.
 #pragma once
 
 #include "quantised.h"
@@ -45,6 +49,7 @@ static inline __attribute__((always_inline)) WordVec widen(const uint8_t* p) {
 struct Eight {
   static constexpr int kVecs = 1;  // vectors of a chunk
   static constexpr int kMostVecs = 4;  // of chunks that are read at once
+  static constexpr int kHalved = 0;    // columns that can be read at once, halved
   static constexpr int kChunk = kWidth;
   static inline int64_t byte(int64_t column) { return column; }
   struct Table {
@@ -102,6 +107,51 @@ static inline __attribute__((always_inline)) void look_up(const uint8_t* p, cons
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) to[i] -= kWholeZero;
 }
+
+// The levels of 64 codes, halved: no code is moved to another lane before it is looked up.
+template <Levels kLevels>
+static inline __attribute__((always_inline)) void look_up_halved(const uint8_t* p, const ByteVec* planes, Vec* to) {
+  typedef uint8_t LooseBytes __attribute__((vector_size(32), aligned(1), may_alias));
+  const ByteVec both = *reinterpret_cast<const LooseBytes*>(p);
+  const ByteVec codes[2] = {both & 15, (ByteVec)((WordVec)both >> 4) & 15};
+  constexpr int kFirst = kLevels == Levels::kBfloat16 ? 2 : 0, kEnd = kLevels == Levels::kWhole ? 2 : 4;
+#pragma GCC unroll 2
+  for (int odd = 0; odd < 2; ++odd) {
+    ByteVec found[4];
+    WordVec pairs[4];
+#pragma GCC unroll 4
+    for (int i = kFirst; i < kEnd; ++i) asm("vpshufb %2, %1, %0" : "=x"(found[i]) : "x"(planes[i]), "x"(codes[odd]));
+#pragma GCC unroll 2
+    for (int i = kFirst / 2; i < kEnd / 2; ++i) {
+      asm("vpunpcklbw %2, %1, %0" : "=x"(pairs[2 * i]) : "x"(found[2 * i]), "x"(found[2 * i + 1]));
+      asm("vpunpckhbw %2, %1, %0" : "=x"(pairs[2 * i + 1]) : "x"(found[2 * i]), "x"(found[2 * i + 1]));
+    }
+    if (kLevels == Levels::kBfloat16) pairs[0] = pairs[1] = (WordVec){};
+    if (kLevels == Levels::kWhole) pairs[2] = pairs[3] = WordVec{} + 0x4B404B40u;
+    // Other units than those that shuffle put these halves together.
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      to[4 * odd + 2 * i] = (Vec)((pairs[i] & 0xffff) | pairs[2 + i] << 16);
+      to[4 * odd + 2 * i + 1] = (Vec)(pairs[i] >> 16 | (pairs[2 + i] & 0xffff0000u));
+    }
+    if (kLevels == Levels::kWhole)
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) to[4 * odd + i] -= kWholeZero;
+  }
+}
+
+// 64 floats, halved.
+static inline void halve(const float* from, float* to) {
+  for (int odd = 0; odd < 2; ++odd)
+    for (int i = 0; i < 2; ++i) {
+      Vec half[2];
+      for (int h = 0; h < 2; ++h) {
+        const float* const columns = from + 32 * h + 16 * i;
+        half[h] = pick(load(columns), load(columns + kWidth), 2 * lanes() + odd);
+      }
+      for (int j = 0; j < 2; ++j) store(to + (4 * odd + 2 * i + j) * kWidth, pick(half[0], half[1], 2 * lanes() + j));
+    }
+}
 #endif
 
 // Codes of four bits.
@@ -110,8 +160,10 @@ struct FourOf {
   static constexpr int kVecs = 2;
 #if defined(__AVX2__) && !defined(__AVX512F__)
   static constexpr int kMostVecs = 4;
+  static constexpr int kHalved = 64;
 #else
   static constexpr int kMostVecs = 2;
+  static constexpr int kHalved = 0;
 #endif
   static constexpr int kChunk = 2 * kWidth;
   static inline int64_t byte(int64_t column) { return column >> 1; }
@@ -159,6 +211,17 @@ struct FourOf {
 #else
     to[0] = (Vec){t.levels[p[0] & 15], t.levels[p[1] & 15], t.levels[p[2] & 15], t.levels[p[3] & 15]};
     to[1] = (Vec){t.levels[p[0] >> 4], t.levels[p[1] >> 4], t.levels[p[2] >> 4], t.levels[p[3] >> 4]};
+#endif
+  }
+  // kHalved columns.
+  static inline __attribute__((always_inline)) void read_halved(const uint8_t* p, const Table& t, Vec* to) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    look_up_halved<kLevels>(p, t.planes, to);
+#endif
+  }
+  static inline void halve(const float* from, float* to) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    CAPIBARA_ISA::halve(from, to);
 #endif
   }
   static inline float level(const Codes& w, const uint8_t* row, int64_t column) {

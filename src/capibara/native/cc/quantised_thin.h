@@ -42,6 +42,19 @@ struct KnownScales {
   inline float operator[](int64_t i) const { return kCoded ? table[codes[i]] : plain[i]; }
 };
 
+// A chunk of a vector, arranged.
+template <typename C>
+static inline void arrange_chunk(const float* from, Vec* to) {
+  const Vec a = load(from);
+  if constexpr (C::kVecs == 1) {
+    to[0] = a;
+  } else {
+    const Vec b = load(from + kWidth);
+    to[0] = pick(a, b, 2 * lanes());
+    to[1] = pick(a, b, 2 * lanes() + 1);
+  }
+}
+
 // A row times a vector, each number scaled before it is multiplied.
 template <typename C>
 static __attribute__((noinline)) float scaled_first(const Codes& w, const typename C::Table& table, int64_t row,
@@ -51,7 +64,9 @@ static __attribute__((noinline)) float scaled_first(const Codes& w, const typena
   numbers<C>(
       w, table, row, 0, w.inner,
       [&](int64_t k, const Vec* values) {
-        for (int v = 0; v < C::kVecs; ++v) total += values[v] * load(x + k + v * kWidth);
+        Vec by[C::kVecs];
+        arrange_chunk<C>(x + k, by);
+        for (int v = 0; v < C::kVecs; ++v) total += values[v] * by[v];
       },
       [&](int64_t k, float value) { found += value * x[k]; });
   return found + sum(total);
@@ -88,17 +103,80 @@ static inline __attribute__((always_inline)) void bring_next(const uint8_t* code
     for (int r = 0; r < R; ++r) __builtin_prefetch(codes + R * width + R * C::byte(k) + 64 * r);
 }
 
+// A number in each half of a vector.
+static inline __attribute__((always_inline)) Vec halves(float lower, float upper) {
+  return pick(splat(lower), splat(upper), lanes() + (lanes() & (kWidth / 2)) * 2);
+}
+
+// Whether whole blocks of columns are read halved.
+template <typename C>
+static inline bool is_halved(const Codes& w) {
+  return w.group == C::kHalved / 2 || w.group % C::kHalved == 0;
+}
+
+// R rows times N vectors, columns that are halved: of two groups at once where they are as long as a half. The column
+// after the last of them.
+template <typename C, bool kCoded, bool kTwo, int R, int N>
+static inline __attribute__((always_inline)) int64_t halved_groups(const Codes& w, const typename C::Table& table,
+                                                                   const KnownScales<kCoded>& scales,
+                                                                   const uint8_t* codes, const float* x,
+                                                                   Vec (&total)[R][N]) {
+  constexpr int kVecs = C::kHalved / kWidth;
+  const int64_t whole = w.inner - w.inner % C::kHalved;
+  int64_t k = 0;
+  for (int64_t g = 0; k < whole; g += kTwo ? 2 : 1) {
+    const int64_t stop = kTwo ? k + C::kHalved : least(k + w.group, whole);
+    Vec scale[R], part[R][2];
+    bool begins = true;
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+      scale[r] = kTwo ? halves(scales[r * w.groups + g], scales[r * w.groups + g + 1]) : splat(scales[r * w.groups + g]);
+    for (; k < stop; k += C::kHalved) {
+      bring_next<C, R>(codes, w.width, k);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        Vec values[kVecs];
+        C::read_halved(codes + C::byte(k) + r * w.width, table, values);
+#pragma GCC unroll 8
+        for (int v = 0; v < kVecs; ++v) {
+          if (N == 1) {
+            const Vec product = values[v] * load(x + k + v * kWidth);
+            Vec& to = part[r][v / (kVecs / 2)];
+            to = v % (kVecs / 2) == 0 && (kTwo || begins) ? product : to + product;
+          } else {
+            const Vec value = values[v] * scale[r];
+#pragma GCC unroll 4
+            for (int n = 0; n < N; ++n) total[r][n] += value * load(x + n * w.inner + k + v * kWidth);
+          }
+        }
+      }
+      begins = false;
+    }
+    if (N == 1)
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) total[r][0] += (part[r][0] + part[r][1]) * scale[r];
+  }
+  return k;
+}
+
 // R rows times N vectors, whose groups are whole chunks.
 template <typename C, bool kCoded, int R, int N>
-static inline void whole_groups(const CodesProduct& p, const typename C::Table& table, int64_t row, const float* x,
-                                float* out) {
+static inline void whole_groups(const CodesProduct& p, const typename C::Table& table, int64_t row, const float* plain,
+                                const float* x, float* out) {
   const Codes& w = p.w;
   const int64_t inner = w.inner, whole = inner - inner % C::kChunk;
   const KnownScales<kCoded> scales(w, row);
   const uint8_t* const codes = w.codes + row * w.width;
   Vec total[R][N] = {};
-  for (int64_t k = 0, g = 0; k < whole; ++g) {
-    const int64_t stop = least(k + w.group, whole);
+  int64_t k = 0;
+  if constexpr (C::kHalved != 0) {
+    if (w.group == C::kHalved / 2)
+      k = halved_groups<C, kCoded, true, R, N>(w, table, scales, codes, x, total);
+    else if (w.group % C::kHalved == 0)
+      k = halved_groups<C, kCoded, false, R, N>(w, table, scales, codes, x, total);
+  }
+  for (int64_t g = k / w.group; k < whole; ++g) {
+    const int64_t stop = least((g + 1) * w.group, whole);
     Vec scale[R], part[R] = {};
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) scale[r] = splat(scales[r * w.groups + g]);
@@ -121,24 +199,25 @@ static inline void whole_groups(const CodesProduct& p, const typename C::Table& 
       for (int64_t k = whole; k < inner; ++k)
         found += C::level(w, codes + r * w.width, k) * scales[r * w.groups + k / w.group] * x[n * inner + k];
       // What a group's sum without its scale is too large for may be finite with it.
-      if (N == 1 && !(found - found == 0)) found = scaled_first<C>(w, table, row + r, x);
+      if (N == 1 && !(found - found == 0)) found = scaled_first<C>(w, table, row + r, plain);
       out[n * w.rows + r] = found;
     }
 }
 
 template <typename C, int N>
-static void thin_rows(const CodesProduct& p, int64_t first, int64_t last, const float* x, float* out, float* scratch) {
+static void thin_rows(const CodesProduct& p, int64_t first, int64_t last, const float* plain, const float* x, float* out,
+                      float* scratch) {
   const Codes& w = p.w;
   const int64_t inner = w.inner;
   const typename C::Table table(w);
   int64_t row = first;
   if (w.group % C::kChunk == 0) {
     if (w.scales == nullptr) {
-      for (; row + kAbreast <= last; row += kAbreast) whole_groups<C, true, kAbreast, N>(p, table, row, x, out + row);
-      for (; row < last; ++row) whole_groups<C, true, 1, N>(p, table, row, x, out + row);
+      for (; row + kAbreast <= last; row += kAbreast) whole_groups<C, true, kAbreast, N>(p, table, row, plain, x, out + row);
+      for (; row < last; ++row) whole_groups<C, true, 1, N>(p, table, row, plain, x, out + row);
     } else {
-      for (; row + kAbreast <= last; row += kAbreast) whole_groups<C, false, kAbreast, N>(p, table, row, x, out + row);
-      for (; row < last; ++row) whole_groups<C, false, 1, N>(p, table, row, x, out + row);
+      for (; row + kAbreast <= last; row += kAbreast) whole_groups<C, false, kAbreast, N>(p, table, row, plain, x, out + row);
+      for (; row < last; ++row) whole_groups<C, false, 1, N>(p, table, row, plain, x, out + row);
     }
     return;
   }
@@ -161,16 +240,19 @@ static void thin_rows(const CodesProduct& p, int64_t first, int64_t last, const 
   }
 }
 
-// A vector, arranged.
+// A vector in the order in which a row's codes are read.
 template <typename C>
-static void arrange(const float* from, int64_t inner, float* to) {
+static void arrange(const Codes& w, const float* from, float* to) {
   int64_t k = 0;
-  for (; k + C::kChunk <= inner; k += C::kChunk) {
-    const Vec a = load(from + k), b = load(from + k + kWidth);
-    store(to + k, pick(a, b, 2 * lanes()));
-    store(to + k + kWidth, pick(a, b, 2 * lanes() + 1));
+  if constexpr (C::kHalved != 0)
+    if (is_halved<C>(w))
+      for (; k + C::kHalved <= w.inner; k += C::kHalved) C::halve(from + k, to + k);
+  for (; k + C::kChunk <= w.inner; k += C::kChunk) {
+    Vec chunk[C::kVecs];
+    arrange_chunk<C>(from + k, chunk);
+    for (int v = 0; v < C::kVecs; ++v) store(to + k + v * kWidth, chunk[v]);
   }
-  for (; k < inner; ++k) to[k] = from[k];
+  for (; k < w.inner; ++k) to[k] = from[k];
 }
 
 template <typename C>
@@ -180,19 +262,19 @@ static void thin(const CodesProduct& p, int64_t item, float* scratch) {
   if (C::kVecs > 1) {
     // Each item anew: that takes less than another round of threads would.
     float* const ordered = scratch + p.w.inner;
-    for (int64_t n = 0; n < p.count; ++n) arrange<C>(x + n * p.w.inner, p.w.inner, ordered + n * p.w.inner);
+    for (int64_t n = 0; n < p.count; ++n) arrange<C>(p.w, x + n * p.w.inner, ordered + n * p.w.inner);
     x = ordered;
   }
   for (int64_t n = 0, together; n < p.count; n += together) {
     // No vector is left alone: its sums would be other ones than beside others.
     together = p.count - n == kTogether + 1 ? kTogether - 1 : least(p.count - n, kTogether);
-    const float* const from = x + n * p.w.inner;
+    const float *const plain = p.x + n * p.w.inner, *const from = x + n * p.w.inner;
     float* const to = p.out + n * p.w.rows;
     switch (together) {
-      case 1: thin_rows<C, 1>(p, first, last, from, to, scratch); break;
-      case 2: thin_rows<C, 2>(p, first, last, from, to, scratch); break;
-      case 3: thin_rows<C, 3>(p, first, last, from, to, scratch); break;
-      default: thin_rows<C, 4>(p, first, last, from, to, scratch); break;
+      case 1: thin_rows<C, 1>(p, first, last, plain, from, to, scratch); break;
+      case 2: thin_rows<C, 2>(p, first, last, plain, from, to, scratch); break;
+      case 3: thin_rows<C, 3>(p, first, last, plain, from, to, scratch); break;
+      default: thin_rows<C, 4>(p, first, last, plain, from, to, scratch); break;
     }
   }
 }
