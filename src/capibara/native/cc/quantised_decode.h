@@ -108,36 +108,34 @@ static inline __attribute__((always_inline)) void look_up(const uint8_t* p, cons
     for (int i = 0; i < 4; ++i) to[i] -= kWholeZero;
 }
 
-// The levels of 64 codes, halved: no code is moved to another lane before it is looked up.
+// The levels of the even (0) or odd (1) ones of 64 codes, halved: no code has to move before it is looked up.
 template <Levels kLevels>
-static inline __attribute__((always_inline)) void look_up_halved(const uint8_t* p, const ByteVec* planes, Vec* to) {
+static inline __attribute__((always_inline)) void look_up_halved(const uint8_t* p, int odd, const ByteVec* planes,
+                                                                 Vec* to) {
   typedef uint8_t LooseBytes __attribute__((vector_size(32), aligned(1), may_alias));
   const ByteVec both = *reinterpret_cast<const LooseBytes*>(p);
-  const ByteVec codes[2] = {both & 15, (ByteVec)((WordVec)both >> 4) & 15};
+  const ByteVec codes = (odd ? (ByteVec)((WordVec)both >> 4) : both) & 15;
   constexpr int kFirst = kLevels == Levels::kBfloat16 ? 2 : 0, kEnd = kLevels == Levels::kWhole ? 2 : 4;
-#pragma GCC unroll 2
-  for (int odd = 0; odd < 2; ++odd) {
-    ByteVec found[4];
-    WordVec pairs[4];
+  ByteVec found[4];
+  WordVec pairs[4];
 #pragma GCC unroll 4
-    for (int i = kFirst; i < kEnd; ++i) asm("vpshufb %2, %1, %0" : "=x"(found[i]) : "x"(planes[i]), "x"(codes[odd]));
+  for (int i = kFirst; i < kEnd; ++i) asm("vpshufb %2, %1, %0" : "=x"(found[i]) : "x"(planes[i]), "x"(codes));
 #pragma GCC unroll 2
-    for (int i = kFirst / 2; i < kEnd / 2; ++i) {
-      asm("vpunpcklbw %2, %1, %0" : "=x"(pairs[2 * i]) : "x"(found[2 * i]), "x"(found[2 * i + 1]));
-      asm("vpunpckhbw %2, %1, %0" : "=x"(pairs[2 * i + 1]) : "x"(found[2 * i]), "x"(found[2 * i + 1]));
-    }
-    if (kLevels == Levels::kBfloat16) pairs[0] = pairs[1] = (WordVec){};
-    if (kLevels == Levels::kWhole) pairs[2] = pairs[3] = WordVec{} + 0x4B404B40u;
-    // Other units than those that shuffle put these halves together.
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; ++i) {
-      to[4 * odd + 2 * i] = (Vec)((pairs[i] & 0xffff) | pairs[2 + i] << 16);
-      to[4 * odd + 2 * i + 1] = (Vec)(pairs[i] >> 16 | (pairs[2 + i] & 0xffff0000u));
-    }
-    if (kLevels == Levels::kWhole)
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) to[4 * odd + i] -= kWholeZero;
+  for (int i = kFirst / 2; i < kEnd / 2; ++i) {
+    asm("vpunpcklbw %2, %1, %0" : "=x"(pairs[2 * i]) : "x"(found[2 * i]), "x"(found[2 * i + 1]));
+    asm("vpunpckhbw %2, %1, %0" : "=x"(pairs[2 * i + 1]) : "x"(found[2 * i]), "x"(found[2 * i + 1]));
   }
+  if (kLevels == Levels::kBfloat16) pairs[0] = pairs[1] = (WordVec){};
+  if (kLevels == Levels::kWhole) pairs[2] = pairs[3] = WordVec{} + 0x4B404B40u;
+  // Other units than those that shuffle put these halves together.
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    to[2 * i] = (Vec)((pairs[i] & 0xffff) | pairs[2 + i] << 16);
+    to[2 * i + 1] = (Vec)(pairs[i] >> 16 | (pairs[2 + i] & 0xffff0000u));
+  }
+  if (kLevels == Levels::kWhole)
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) to[i] -= kWholeZero;
 }
 
 // 64 floats, halved.
@@ -151,6 +149,20 @@ static inline void halve(const float* from, float* to) {
       }
       for (int j = 0; j < 2; ++j) store(to + (4 * odd + 2 * i + j) * kWidth, pick(half[0], half[1], 2 * lanes() + j));
     }
+}
+
+// And back.
+static inline void unhalve(const Vec* from, float* to) {
+  const IntVec place = lanes() / 2 + (lanes() & 1) * kWidth;
+  for (int i = 0; i < 2; ++i) {
+    Vec half[2][2];  // [odd][of the columns]
+    for (int odd = 0; odd < 2; ++odd)
+      for (int h = 0; h < 2; ++h)
+        half[odd][h] = pick(from[4 * odd + 2 * i], from[4 * odd + 2 * i + 1], place + h * (kWidth / 2));
+    for (int h = 0; h < 2; ++h)
+      for (int j = 0; j < 2; ++j)
+        store(to + 32 * h + 16 * i + 8 * j, pick(half[0][h], half[1][h], place + j * (kWidth / 2)));
+  }
 }
 #endif
 
@@ -213,15 +225,20 @@ struct FourOf {
     to[1] = (Vec){t.levels[p[0] >> 4], t.levels[p[1] >> 4], t.levels[p[2] >> 4], t.levels[p[3] >> 4]};
 #endif
   }
-  // kHalved columns.
-  static inline __attribute__((always_inline)) void read_halved(const uint8_t* p, const Table& t, Vec* to) {
+  // The even or the odd ones of kHalved columns.
+  static inline __attribute__((always_inline)) void read_halved(const uint8_t* p, int odd, const Table& t, Vec* to) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
-    look_up_halved<kLevels>(p, t.planes, to);
+    look_up_halved<kLevels>(p, odd, t.planes, to);
 #endif
   }
   static inline void halve(const float* from, float* to) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
     CAPIBARA_ISA::halve(from, to);
+#endif
+  }
+  static inline void unhalve(const Vec* from, float* to) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    CAPIBARA_ISA::unhalve(from, to);
 #endif
   }
   static inline float level(const Codes& w, const uint8_t* row, int64_t column) {

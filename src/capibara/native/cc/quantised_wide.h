@@ -2,7 +2,7 @@
 // of a block.
 #pragma once
 
-#include "quantised_thin.h"
+#include "quantised_across.h"
 
 namespace CAPIBARA_ISA {
 
