@@ -30,6 +30,8 @@ RANDOM = np.random.default_rng(3)
 # Few vectors and many; groups of whole chunks of codes, parts of them, and neither; rows that end within a chunk.
 PROBLEMS = (
     QuantisedSpec("one", (1,), 192, 9, 64),
+    QuantisedSpec("one, two groups at once and an end", (1,), 231, 9, 32),
+    QuantisedSpec("two, an end within a group", (2,), 342, 6, 128),
     QuantisedSpec("three", (3,), 128, 6, 32),
     QuantisedSpec("six, with ends", (6,), 75, 11, 32),
     QuantisedSpec("three chunks a group", (4,), 151, 10, 48),
@@ -89,8 +91,9 @@ def _numbers(kind: str, codes: np.ndarray, scales: np.ndarray, levels: Any, spec
     return out
 
 
+@pytest.mark.parametrize("group", [32, 64, 48])
 @pytest.mark.parametrize("kind", ["integers", "bfloat16", "floats", "beyond 16 bits"])
-def test_levels_are_exact(kind: str) -> None:
+def test_levels_are_exact(kind: str, group: int) -> None:
     """What kernels know of levels lets them read these faster, and changes no bit."""
     levels = RANDOM.integers(-32768, 32768, 16).astype(np.float32)
     levels[[3, 7, 11]] = -32768, 32767, 0
@@ -104,10 +107,10 @@ def test_levels_are_exact(kind: str) -> None:
     every = np.tile(np.arange(16, dtype=np.uint8), 2)
     codes = RANDOM.permutation(np.resize(every, rows * inner)).reshape(rows, inner)
     packed = codes[:, ::2] | codes[:, 1::2] << 4
-    scales = np.ones((rows, 3), np.float32)
+    scales = np.ones((rows, -(-inner // group)), np.float32)
 
     def product(x: Any) -> Any:
-        return quantised_matmul(x, packed, scales, levels, group=64, implementation="native")
+        return quantised_matmul(x, packed, scales, levels, group=group, implementation="native")
 
     for count in (1, 3, 8):
         for first in range(0, inner - count + 1, count):
@@ -191,16 +194,17 @@ def test_what_is_not_finite_stays_in_its_rows() -> None:
         np.testing.assert_array_equal(np.isnan(mine), np.isnan(theirs))
 
 
+@pytest.mark.parametrize("group", [32, 64, 48])
 @pytest.mark.parametrize("kind", KINDS)
-def test_sums_of_codes_that_overflow_without_their_scales(kind: str) -> None:
-    spec = QuantisedSpec("", (1,), 150, 9, 64)
+def test_sums_of_codes_that_overflow_without_their_scales(kind: str, group: int) -> None:
+    spec = QuantisedSpec("", (1,), 150, 9, group)
     x, codes, scales, levels, weight = quantised_case(kind, spec)
     # The results are far below the largest float32; sums of the codes alone are not.
     shrink = np.float32(1e-6)
     x = np.where(np.arange(150) % 2 == 0, np.float32(2e38), np.float32(-1e38))[None]
     for count in (1, 5):
         some = np.repeat(x, count, 0)
-        out = quantised_matmul(some, codes, scales * shrink, levels, group=64, implementation="native")
+        out = quantised_matmul(some, codes, scales * shrink, levels, group=group, implementation="native")
         assert np.isfinite(out).all()
         _close(out, some, weight.T * float(shrink))
 
