@@ -43,7 +43,8 @@ struct QuantisedKernels {
   void (*multiply)(const CodesProduct&, int64_t item, float* scratch);
   int64_t (*block)(const CodesProduct&);  // items; 0: nothing has to be finished
   void (*finish)(const CodesProduct&, int64_t block);
-  // Of few vectors: columns of the result of one of them, `first` a multiple of 64, instead of `finish`.
+  // Of few vectors: columns of the result of one of them, instead of `finish`; `first` and `count` are multiples of 64,
+  // or the row ends there.
   void (*finish_columns)(const CodesProduct&, int64_t row, int64_t first, int64_t count);
   // Brings a part of what an item reads of the matrix nearer, from the first on; whether there are more parts.
   bool (*fetch)(const CodesProduct&, int64_t item, int64_t part);

@@ -54,12 +54,13 @@ static inline __attribute__((always_inline)) void add_columns_across(const uint8
     for (int v = 0; v < V; ++v) store(sums + n * inner + v * kWidth, total[n][v]);
 }
 
-// As halved_groups, across.
+// As halved_groups, across. For several vectors the even columns come first, and then the odd ones: so registers hold
+// the sums.
 template <typename C, bool kCoded, bool kTwo, int R, int N>
 static inline int64_t halved_groups_across(const CodesProduct& p, const typename C::Table& table, int64_t row,
                                            int64_t vector, bool begins, float* sums) {
   constexpr int kVecs = C::kHalved / kWidth;
-  constexpr int kOnce = N == 1 ? kVecs : kVecs / 2;  // as many sums as registers hold
+  constexpr int kOnce = N == 1 ? kVecs : kVecs / 2;
   const Codes& w = p.w;
   const int64_t inner = w.inner, whole = inner - inner % C::kHalved;
   const KnownScales<kCoded> scales(w, row);
@@ -86,7 +87,7 @@ static inline int64_t halved_groups_across(const CodesProduct& p, const typename
 #pragma GCC unroll 2
           for (int some = 0; some < kOnce; some += kVecs / 2) {
             Vec values[kVecs / 2];
-            C::read_halved(codes + C::byte(k) + r * w.width, (first + some) / (kVecs / 2), table, values);
+            C::read_halved(codes + C::byte(k) + r * w.width, first + some != 0, table, values);
 #pragma GCC unroll 4
             for (int n = 0; n < N; ++n) {
               const Vec by = scale * x[r][n];
@@ -105,19 +106,19 @@ static inline int64_t halved_groups_across(const CodesProduct& p, const typename
   return k;
 }
 
-template <typename C, int R, int N>
+template <typename C, bool kHalve, int R, int N>
 static inline void whole_groups_across(const CodesProduct& p, const typename C::Table& table, int64_t row,
                                        int64_t vector, bool begins, float* sums, float* factors) {
   const Codes& w = p.w;
   const int64_t inner = w.inner, whole = inner - inner % C::kChunk;
   const uint8_t* const codes = w.codes + row * w.width;
   int64_t k = 0;
-  if constexpr (C::kHalved != 0) {
+  if constexpr (kHalve) {
     const auto halved = [&](auto kernel) { k = kernel(p, table, row, vector, begins, sums); };
     const bool coded = w.scales == nullptr;
     if (w.group == C::kHalved / 2)
       coded ? halved(halved_groups_across<C, true, true, R, N>) : halved(halved_groups_across<C, false, true, R, N>);
-    else if (w.group % C::kHalved == 0)
+    else
       coded ? halved(halved_groups_across<C, true, false, R, N>) : halved(halved_groups_across<C, false, false, R, N>);
   }
   if (k < inner) scaled_vectors<R, N>(p, row, vector, factors);
@@ -146,20 +147,31 @@ static inline void whole_groups_across(const CodesProduct& p, const typename C::
 }
 
 // Rows from `row` on for N vectors, R at a time; the first one that is left. The `first` ones begin the sums.
-template <typename C, int R, int N>
+template <typename C, bool kHalve, int R, int N>
 static inline int64_t rows_across(const CodesProduct& p, const typename C::Table& table, int64_t first, int64_t row,
                                   int64_t last, int64_t vector, float* sums, float* factors) {
   for (; row + R <= last; row += R)
-    whole_groups_across<C, R, N>(p, table, row, vector, row == first, sums, factors);
+    whole_groups_across<C, kHalve, R, N>(p, table, row, vector, row == first, sums, factors);
   return row;
 }
 
-template <typename C, int N>
+template <typename C, bool kHalve, int N>
 static void groups_across(const CodesProduct& p, const typename C::Table& table, int64_t first, int64_t last,
                           int64_t vector, float* sums, float* factors) {
-  constexpr int kRowsAbreast = N == 1 ? kAbreastAcross : 4;
-  const int64_t row = rows_across<C, kRowsAbreast, N>(p, table, first, first, last, vector, sums, factors);
-  rows_across<C, 1, N>(p, table, first, row, last, vector, sums, factors);
+  constexpr int kRowsAbreast = N > 1 ? kSeveralAbreast : kHalve ? kAbreastHalved : kAbreastAcross;
+  static_assert(kRowsAbreast * N <= kAbreastAcross * kTogetherAcross, "codes_scratch has room for so many factors");
+  const int64_t row = rows_across<C, kHalve, kRowsAbreast, N>(p, table, first, first, last, vector, sums, factors);
+  rows_across<C, kHalve, 1, N>(p, table, first, row, last, vector, sums, factors);
+}
+
+// Vectors one after the other, as many at once as registers hold the sums of.
+template <typename C, bool kHalve>
+static void vectors_across(const CodesProduct& p, const typename C::Table& table, int64_t first, int64_t last,
+                           float* sums, float* factors) {
+  int64_t n = 0;
+  for (; n + kTogetherAcross <= p.count; n += kTogetherAcross)
+    groups_across<C, kHalve, kTogetherAcross>(p, table, first, last, n, sums + n * p.w.inner, factors);
+  for (; n < p.count; ++n) groups_across<C, kHalve, 1>(p, table, first, last, n, sums + n * p.w.inner, factors);
 }
 
 // For more vectors than two rounds of these take, a block of the matrix becomes numbers once:
@@ -276,13 +288,9 @@ static void thin_across(const CodesProduct& p, int64_t item, float* scratch) {
   const typename C::Table table(w);
   float* const mine = p.room + item * p.count * w.inner;
   if (p.count > 2 * kTogetherAcross) return blocks_across<C>(p, table, first, last, mine, scratch);
-  if (w.group % C::kChunk == 0) {
-    int64_t n = 0;
-    for (; n + kTogetherAcross <= p.count; n += kTogetherAcross)
-      groups_across<C, kTogetherAcross>(p, table, first, last, n, mine + n * w.inner, scratch);
-    for (; n < p.count; ++n) groups_across<C, 1>(p, table, first, last, n, mine + n * w.inner, scratch);
-    return;
-  }
+  if constexpr (C::kHalved != 0)
+    if (are_halved_across<C>(p)) return vectors_across<C, true>(p, table, first, last, mine, scratch);
+  if (w.group % C::kChunk == 0) return vectors_across<C, false>(p, table, first, last, mine, scratch);
   for (int64_t k = 0; k < p.count * w.inner; ++k) mine[k] = 0;
   for (int64_t row = first; row < last; ++row)
     for (int64_t n = 0; n < p.count; ++n) {
@@ -298,7 +306,8 @@ static void thin_across(const CodesProduct& p, int64_t item, float* scratch) {
     }
 }
 
-// A vector's sums of all items, from a column on that begins a chunk, in the order of columns.
+// A vector's sums of all items, in the order of columns: `count` of them from `first` on, both of them multiples of 64,
+// or up to the row's end.
 template <typename C>
 static void finish_thin(const CodesProduct& p, int64_t n, int64_t first, int64_t count) {
   const int64_t inner = p.w.inner, whole = inner - inner % C::kChunk, items = parts(p.w.rows, thin_share(p));

@@ -5,8 +5,9 @@
 // `arranged`; columns behind the last whole chunk of a row keep theirs.
 //
 // Where instructions work on the halves of a vector apart, 64 columns can be read `halved` instead: the first 32 lie in
-// the lower halves of eight vectors, the others in the upper ones; in each half at first every fourth column, from
-// 0, 2, 16 and 18 on, then the same of the odd columns. Two groups of 32 then share all that is done for a group.
+// the lower halves of eight vectors, the others in the upper ones. The lower half of the first vector has columns 0, 4, 8
+// and 12, those of the next three have as many from 2, 16 and 18 on, and the other four vectors the odd columns likewise.
+// Two groups of 32 then share all that is done for a group.
 #pragma once
 
 #include "quantised.h"
@@ -108,34 +109,24 @@ static inline __attribute__((always_inline)) void look_up(const uint8_t* p, cons
     for (int i = 0; i < 4; ++i) to[i] -= kWholeZero;
 }
 
-// The levels of the even (0) or odd (1) ones of 64 codes, halved: no code has to move before it is looked up.
-template <Levels kLevels>
-static inline __attribute__((always_inline)) void look_up_halved(const uint8_t* p, int odd, const ByteVec* planes,
+// The levels of the even ones of 64 codes, or of the odd ones, halved: no code has to move before it is looked up. Levels
+// are numbers that bfloat16 has, so that shifts and masks make floats of them, on other units than those that shuffle.
+static inline __attribute__((always_inline)) void look_up_halved(const uint8_t* p, bool odd, const ByteVec* planes,
                                                                  Vec* to) {
   typedef uint8_t LooseBytes __attribute__((vector_size(32), aligned(1), may_alias));
   const ByteVec both = *reinterpret_cast<const LooseBytes*>(p);
   const ByteVec codes = (odd ? (ByteVec)((WordVec)both >> 4) : both) & 15;
-  constexpr int kFirst = kLevels == Levels::kBfloat16 ? 2 : 0, kEnd = kLevels == Levels::kWhole ? 2 : 4;
-  ByteVec found[4];
-  WordVec pairs[4];
-#pragma GCC unroll 4
-  for (int i = kFirst; i < kEnd; ++i) asm("vpshufb %2, %1, %0" : "=x"(found[i]) : "x"(planes[i]), "x"(codes));
+  ByteVec found[2];
+  WordVec pairs[2];
 #pragma GCC unroll 2
-  for (int i = kFirst / 2; i < kEnd / 2; ++i) {
-    asm("vpunpcklbw %2, %1, %0" : "=x"(pairs[2 * i]) : "x"(found[2 * i]), "x"(found[2 * i + 1]));
-    asm("vpunpckhbw %2, %1, %0" : "=x"(pairs[2 * i + 1]) : "x"(found[2 * i]), "x"(found[2 * i + 1]));
-  }
-  if (kLevels == Levels::kBfloat16) pairs[0] = pairs[1] = (WordVec){};
-  if (kLevels == Levels::kWhole) pairs[2] = pairs[3] = WordVec{} + 0x4B404B40u;
-  // Other units than those that shuffle put these halves together.
+  for (int i = 0; i < 2; ++i) asm("vpshufb %2, %1, %0" : "=x"(found[i]) : "x"(planes[2 + i]), "x"(codes));
+  asm("vpunpcklbw %2, %1, %0" : "=x"(pairs[0]) : "x"(found[0]), "x"(found[1]));
+  asm("vpunpckhbw %2, %1, %0" : "=x"(pairs[1]) : "x"(found[0]), "x"(found[1]));
 #pragma GCC unroll 2
   for (int i = 0; i < 2; ++i) {
-    to[2 * i] = (Vec)((pairs[i] & 0xffff) | pairs[2 + i] << 16);
-    to[2 * i + 1] = (Vec)(pairs[i] >> 16 | (pairs[2 + i] & 0xffff0000u));
+    to[2 * i] = (Vec)(pairs[i] << 16);
+    to[2 * i + 1] = (Vec)(pairs[i] & 0xffff0000u);
   }
-  if (kLevels == Levels::kWhole)
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) to[i] -= kWholeZero;
 }
 
 // 64 floats, halved.
@@ -172,7 +163,7 @@ struct FourOf {
   static constexpr int kVecs = 2;
 #if defined(__AVX2__) && !defined(__AVX512F__)
   static constexpr int kMostVecs = 4;
-  static constexpr int kHalved = 64;
+  static constexpr int kHalved = kLevels == Levels::kBfloat16 ? 64 : 0;
 #else
   static constexpr int kMostVecs = 2;
   static constexpr int kHalved = 0;
@@ -225,10 +216,10 @@ struct FourOf {
     to[1] = (Vec){t.levels[p[0] >> 4], t.levels[p[1] >> 4], t.levels[p[2] >> 4], t.levels[p[3] >> 4]};
 #endif
   }
-  // The even or the odd ones of kHalved columns.
-  static inline __attribute__((always_inline)) void read_halved(const uint8_t* p, int odd, const Table& t, Vec* to) {
+  // The even ones of kHalved columns, or the odd ones.
+  static inline __attribute__((always_inline)) void read_halved(const uint8_t* p, bool odd, const Table& t, Vec* to) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
-    look_up_halved<kLevels>(p, odd, t.planes, to);
+    look_up_halved(p, odd, t.planes, to);
 #endif
   }
   static inline void halve(const float* from, float* to) {

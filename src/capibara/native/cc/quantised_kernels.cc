@@ -50,23 +50,27 @@ template <typename C>
 static void multiply_wide(const CodesProduct& p, int64_t item, float* scratch) {
   p.across ? wide_across<C>(p, item, scratch) : wide<C>(p, item, scratch);
 }
+// Calls use(codes) with the type that reads these fastest.
+template <class Use>
+static void with_codes(const Codes& w, Use use) {
+  if (!w.four) return use(Eight());
+  switch (levels_of(w)) {
+    case Levels::kAny: return use(Four());
+    case Levels::kBfloat16: return use(Bfloat16Four());
+    case Levels::kWhole: return use(WholeFour());
+  }
+}
 static void codes_multiply(const CodesProduct& p, int64_t item, float* scratch) {
-  if (!is_thin(p))
-    p.w.four ? multiply_wide<Four>(p, item, scratch) : multiply_wide<Eight>(p, item, scratch);
-  else if (!p.w.four)
-    multiply_thin<Eight>(p, item, scratch);
+  if (is_thin(p))
+    with_codes(p.w, [&](auto codes) { multiply_thin<decltype(codes)>(p, item, scratch); });
   else
-    switch (levels_of(p.w)) {
-      case Levels::kAny: multiply_thin<Four>(p, item, scratch); break;
-      case Levels::kBfloat16: multiply_thin<Bfloat16Four>(p, item, scratch); break;
-      case Levels::kWhole: multiply_thin<WholeFour>(p, item, scratch); break;
-    }
+    p.w.four ? multiply_wide<Four>(p, item, scratch) : multiply_wide<Eight>(p, item, scratch);
 }
 
 static int64_t codes_block(const CodesProduct& p) { return p.across && is_thin(p) ? codes_items(p) : 0; }
 static void codes_finish_columns(const CodesProduct& p, int64_t row, int64_t first, int64_t count) {
   if (!p.across) return;
-  p.w.four ? finish_thin<Four>(p, row, first, count) : finish_thin<Eight>(p, row, first, count);
+  with_codes(p.w, [&](auto codes) { finish_thin<decltype(codes)>(p, row, first, count); });
 }
 static void codes_finish(const CodesProduct& p, int64_t) {
   for (int64_t n = 0; n < p.count; ++n) codes_finish_columns(p, n, 0, p.w.inner);

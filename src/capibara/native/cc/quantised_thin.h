@@ -19,7 +19,9 @@ constexpr int kAbreast = 2;
 
 // Across (quantised_across.h):
 constexpr int kTogetherAcross = kWidth >= 16 ? 4 : 2;
-constexpr int kAbreastAcross = kWidth >= 16 ? 8 : 4;  // rows for one vector; for several 4
+constexpr int kAbreastAcross = 8;      // rows for one vector
+constexpr int kAbreastHalved = 4;      // the same, of columns that are halved
+constexpr int kSeveralAbreast = 4;     // for several vectors
 
 // Rows of an item.
 static int64_t thin_share(const CodesProduct& p) {
@@ -105,16 +107,53 @@ static inline __attribute__((always_inline)) void bring_next(const uint8_t* code
 // What halved columns are multiplied by: a group's scale, or those of two, one in each half.
 template <bool kTwo, bool kCoded>
 static inline __attribute__((always_inline)) Vec halved_scale(const KnownScales<kCoded>& scales, int64_t i) {
-  if constexpr (kTwo)
-    return pick(splat(scales[i]), splat(scales[i + 1]), lanes() + (lanes() & (kWidth / 2)) * 2);
-  else
-    return splat(scales[i]);
+  Vec one = splat(scales[i]);
+  if constexpr (!kTwo) return one;
+  Vec other = splat(scales[i + 1]);
+#if defined(__AVX2__)
+  // GCC 12 would put scales that lie side by side together in memory, and wait for them there.
+  asm("" : "+x"(one));
+  asm("" : "+x"(other));
+#endif
+  return pick(one, other, lanes() + (lanes() & (kWidth / 2)) * 2);
 }
 
 // Whether whole blocks of columns are read halved.
 template <typename C>
 static inline bool is_halved(const Codes& w) {
-  return w.group == C::kHalved / 2 || w.group % C::kHalved == 0;
+  if constexpr (C::kHalved == 0)
+    return false;
+  else
+    return w.group == C::kHalved / 2 || w.group % C::kHalved == 0;
+}
+
+// kHalved columns of R rows, times N vectors. What belongs to a group begins with its first columns, or goes on.
+template <typename C, bool kBegins, int R, int N>
+static inline __attribute__((always_inline)) void add_halved(const uint8_t* codes, int64_t width,
+                                                             const typename C::Table& table, const float* x,
+                                                             int64_t inner, const Vec (&scale)[R], Vec (&part)[R][2],
+                                                             Vec (&total)[R][N]) {
+  constexpr int kVecs = C::kHalved / kWidth;
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+    for (int odd = 0; odd < 2; ++odd) {
+      Vec values[kVecs / 2];
+      C::read_halved(codes + r * width, odd, table, values);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVecs / 2; ++v) {
+        const float* const by = x + (odd * (kVecs / 2) + v) * kWidth;
+        if (N == 1) {
+          // Two sums of a row, for each waits for what was added to it before.
+          part[r][odd] = kBegins && v == 0 ? values[v] * load(by) : part[r][odd] + values[v] * load(by);
+        } else {
+          const Vec value = values[v] * scale[r];
+#pragma GCC unroll 4
+          for (int n = 0; n < N; ++n) total[r][n] += value * load(by + n * inner);
+        }
+      }
+    }
+  }
 }
 
 // R rows times N vectors, columns that are halved: of two groups at once where they are as long as a half. The column
@@ -124,36 +163,18 @@ static inline __attribute__((always_inline)) int64_t halved_groups(const Codes& 
                                                                    const KnownScales<kCoded>& scales,
                                                                    const uint8_t* codes, const float* x,
                                                                    Vec (&total)[R][N]) {
-  constexpr int kVecs = C::kHalved / kWidth;
   const int64_t whole = w.inner - w.inner % C::kHalved;
   int64_t k = 0;
   for (int64_t g = 0; k < whole; g += kTwo ? 2 : 1) {
     const int64_t stop = kTwo ? k + C::kHalved : least(k + w.group, whole);
     Vec scale[R], part[R][2];
-    bool begins = true;
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) scale[r] = halved_scale<kTwo>(scales, r * w.groups + g);
-    for (; k < stop; k += C::kHalved) {
+    bring_next<C, R>(codes, w.width, k);
+    add_halved<C, true, R, N>(codes + C::byte(k), w.width, table, x + k, w.inner, scale, part, total);
+    for (k += C::kHalved; k < stop; k += C::kHalved) {
       bring_next<C, R>(codes, w.width, k);
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-        Vec values[kVecs];
-        C::read_halved(codes + C::byte(k) + r * w.width, 0, table, values);
-        C::read_halved(codes + C::byte(k) + r * w.width, 1, table, values + kVecs / 2);
-#pragma GCC unroll 8
-        for (int v = 0; v < kVecs; ++v) {
-          if (N == 1) {
-            const Vec product = values[v] * load(x + k + v * kWidth);
-            Vec& to = part[r][v / (kVecs / 2)];
-            to = v % (kVecs / 2) == 0 && (kTwo || begins) ? product : to + product;
-          } else {
-            const Vec value = values[v] * scale[r];
-#pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) total[r][n] += value * load(x + n * w.inner + k + v * kWidth);
-          }
-        }
-      }
-      begins = false;
+      add_halved<C, false, R, N>(codes + C::byte(k), w.width, table, x + k, w.inner, scale, part, total);
     }
     if (N == 1)
 #pragma GCC unroll 4
