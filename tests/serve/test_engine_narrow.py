@@ -119,7 +119,7 @@ def test_codes_of_a_model_of_bfloat16(tmp_path: Path) -> None:
 def test_programs_that_were_made_early(tmp_path: Path) -> None:
     model = model_of("bfloat16")
     early = EarlyPrograms(model.config, tmp_path, **SIZES)
-    with Engine(model, early=early, warm=False, **SIZES) as engine:
+    with Engine(model, early=early, warm="first", **SIZES) as engine:
         got = written_texts(engine, PROMPTS[:1], logprobs=None)
         assert engine.statistics().compilations == 0
     with Engine(model, warm=False, **SIZES) as engine:

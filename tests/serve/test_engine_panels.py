@@ -242,7 +242,7 @@ def test_scores_of_whole_prompts_and_guesses() -> None:
 def test_early_programs_are_for_donated_weights(tmp_path: Path) -> None:
     model = model_of()
     early = EarlyPrograms(model.config, tmp_path, **SIZES)
-    with Engine(model, early=early, warm=False, donate_params=True, **SIZES) as engine:
+    with Engine(model, early=early, warm="first", donate_params=True, **SIZES) as engine:
         assert has_panels(engine._params)
         asked = Request(PROMPTS[0], max_tokens=4, sampling=Sampling(temperature=0.0))
         assert sum(len(piece.tokens) for piece in engine.submit(asked))

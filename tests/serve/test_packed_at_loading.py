@@ -129,7 +129,8 @@ def test_it_is_what_the_early_programs_are_for(dtype: str, tmp_path: Path, monke
     )
     early = EarlyPrograms(read_config(folder)[0], folder, **SIZES)
     early._thread.join()
-    assert traced
+    made = set(traced)
+    assert made
     traced.clear()
     with reuse_rooms():
         loaded = load_pretrained(ModularCapibaraModel, folder, packing=early.packing)
@@ -137,7 +138,7 @@ def test_it_is_what_the_early_programs_are_for(dtype: str, tmp_path: Path, monke
         with Engine(loaded, early=early, donate_params=True, warm=False, **SIZES) as engine:
             assert has_panels(engine._params)
             written_texts(engine, PROMPTS[:1], logprobs=None)
-    assert not traced
+    assert made.isdisjoint(traced)  # they are others, of rows alone
 
 
 def test_matrices_that_are_stored_in_another_dtype_are_packed_later(tmp_path: Path):

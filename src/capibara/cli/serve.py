@@ -262,6 +262,9 @@ def _import_server(begin: Callable[[], object]) -> None:
     with contextlib.suppress(ImportError):  # which is said where it is needed
         import uvicorn  # noqa: F401
 
+        from capibara.serve.http.importing import import_fastapi
+
+        import_fastapi()
         from capibara.serve.http import create_app  # noqa: F401
 
 

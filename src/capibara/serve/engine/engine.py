@@ -259,6 +259,7 @@ class Engine:
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
         self._finish_times: deque[float] = deque(maxlen=64)
+        self._answered = threading.Event()  # a step has given something, or none will
         self._warming: threading.Thread | None = None
         first, rest = self._to_compile() if warm else ([], [])
         if warm is True:
@@ -284,8 +285,10 @@ class Engine:
             self._sizes.every, self._cache, self._sizes.inputs, early=self._sizes.early
         )
         if self._draft is not None:
+            # A draft model reads rows alone in any case.
+            early = [self._sizes.plain[0], *self._sizes.early]
             more = self._draft.programs.to_compile(
-                self._sizes.plain, self._draft.cache, self._sizes.inputs, early=self._sizes.early, apart=True
+                self._sizes.plain, self._draft.cache, self._sizes.inputs, early=early, apart=True
             )
             first, rest = first + more[0], rest + more[1]
         return first, rest
@@ -303,14 +306,8 @@ class Engine:
         total: int,
         progress: Callable[[int, int], object] | None,
     ) -> None:
-        with self._there:
-            self._there.wait_for(lambda: self._closing, timeout=_START_S)
-        if not self._gives_way():
-            return
-        self._use_large_pages()  # on some systems this takes seconds
-        for compile_one in rest:
-            if not self._gives_way():
-                return
+        def make(compile_one: Callable[[], Any]) -> None:
+            nonlocal done
             try:
                 compile_one()
             except Exception as error:
@@ -320,6 +317,23 @@ class Engine:
             done += 1
             if progress is not None:
                 progress(done, total)
+
+        self._answered.wait(_START_S)
+        # Until there is one of a row alone, each token of the first text takes as long as a part of a prompt.
+        soon = 0 if self._is_ready(self._sizes.plain[0]) else 1
+        for compile_one in rest[:soon]:
+            if self._closing:
+                return
+            make(compile_one)
+        with self._there:
+            self._there.wait_for(lambda: self._closing, timeout=_START_S)
+        if not self._gives_way():
+            return
+        self._use_large_pages()  # on some systems this takes seconds
+        for compile_one in rest[soon:]:
+            if not self._gives_way():
+                return
+            make(compile_one)
 
     def _gives_way(self) -> bool:
         """Wait a moment while there are requests; whether the engine goes on.
@@ -546,6 +560,7 @@ class Engine:
         end = time.monotonic() + drain_s
         with self._there:
             self._closing = True
+            self._answered.set()
             self._there.notify_all()
             while (self._running or self._waiting) and not self._failed and self._thread.is_alive():
                 left = end - time.monotonic()
@@ -810,6 +825,7 @@ class Engine:
                 self._finish(step, choice)
             else:
                 self._finish_several(step)
+            self._answered.set()
             if step.written is not None and step.written.alive is not None:
                 self._times.finished(step.shape, step.started, step.computed)
             self._progress_at = time.monotonic()
