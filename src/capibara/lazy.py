@@ -1,4 +1,8 @@
-"""Packages whose names are imported when they are first asked for, so that importing one costs next to nothing."""
+"""Packages whose names are imported when they are first asked for, so that importing one costs next to nothing.
+
+Operations are not among them by themselves: what they import while JAX traces a function would make it trace that
+function again. A process that hopes to trace nothing says so (:func:`trace_later`).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["on_demand"]
+__all__ = ["on_demand", "trace_later", "traces_later"]
 
 
 def on_demand(
@@ -37,3 +41,20 @@ def on_demand(
         return sorted({*vars(sys.modules[package]), *module_of})
 
     return __getattr__, __dir__
+
+
+_later = False
+
+
+def trace_later() -> None:
+    """Let :mod:`capibara.ops`, if it is not there yet, import no operation until ``capibara.ops.import_all()``.
+
+    Who calls it calls that before anything is traced.
+    """
+    global _later
+    _later = True
+
+
+def traces_later() -> bool:
+    """Whether :func:`trace_later` was called."""
+    return _later

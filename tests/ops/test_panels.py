@@ -22,7 +22,8 @@ from capibara.native.library import call
 from capibara.ops.linalg.chained import chained
 from capibara.ops.linalg.few_rows import few_rows, lookup, product, takes, thin_product
 from capibara.ops.linalg.joined import joined
-from capibara.ops.linalg.panels import PANEL, Panels, fit_panels, in_panels, plain, table_rows
+from capibara.ops.linalg.panel_operations import plain, table_rows
+from capibara.ops.linalg.panels import PANEL, Panels, fit_panels, in_panels
 
 pytestmark = pytest.mark.skipif(
     build.find_compiler() is None, reason="no C++ compiler: there is no native library to test"

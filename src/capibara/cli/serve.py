@@ -21,6 +21,7 @@ from capibara.cli._bundles import (
     serving_mesh,
 )
 from capibara.cli._models import check_archive, load_source
+from capibara.lazy import trace_later
 
 if TYPE_CHECKING:
     from capibara.serve import AdapterRoom
@@ -297,11 +298,12 @@ def _bundle(args: argparse.Namespace) -> ProgramBundle | None:
 
 def _early(args: argparse.Namespace) -> EarlyPrograms | None:
     """The first programs, made while the weights are read, where that can be: of plain models on a CPU."""
+    if args.adapter or args.load_adapters or args.draft_model is not None or not _on_cpu():
+        return None
+    trace_later()  # an earlier start may have left all that is needed
     from capibara.cli._models import find_config, is_archive
     from capibara.serve.engine.early import EarlyPrograms
 
-    if args.adapter or args.load_adapters or args.draft_model is not None or not _on_cpu():
-        return None
     given: dict[str, Any] = {"max_length": args.max_length, "pages": args.pages}
     if is_archive(args.model):
         from capibara.serve.weights import describe_compressed
@@ -310,6 +312,9 @@ def _early(args: argparse.Namespace) -> EarlyPrograms | None:
     else:
         config, tokenizer = find_config(args.model)
     if config.tpu.enabled or not config.model.causal:
+        from capibara import ops
+
+        ops.import_all()
         return None
     given["max_batch"] = 16 if args.max_batch is None else args.max_batch
     return EarlyPrograms(config, tokenizer, cache_dtype=args.cache_dtype, guesses=args.guess or 0, **given)

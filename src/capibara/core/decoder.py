@@ -54,7 +54,6 @@ from capibara.compose.primitives.experts import EXPERT_MATRICES
 from capibara.compose.primitives.paged import Pools, StepShape
 from capibara.config.sections import FinetuneSection, ModelSection
 from capibara.core.rotary import attention_scale, rotary_turns
-from capibara.vq.vqbit.vqbit_layer import VQbitLayer
 
 __all__ = ["block_places", "build_decoder", "build_entry", "build_exit", "build_stage", "groups_of"]
 
@@ -633,6 +632,8 @@ class _Bottleneck(Model):
 
     def __init__(self, config: ModelSection) -> None:
         super().__init__()
+        from capibara.vq.vqbit.vqbit_layer import VQbitLayer
+
         v = config.vq
         layer = VQbitLayer(
             v.codebook_size,

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from capibara.hardware.bounds import roofline
     from capibara.hardware.catalogue import chip_for_device_kind, get_chip, list_chips
     from capibara.hardware.chip import Chip, ChipError, Source
-    from capibara.hardware.detect import cpu_name, detect_chip
+    from capibara.hardware.detect import detect_chip
     from capibara.hardware.meshes import arrange_devices, build_mesh
     from capibara.hardware.prices import Price, PriceError, UnknownPriceError, get_price, load_prices
+    from capibara.hardware.processor import cpu_name
     from capibara.hardware.telemetry import (
         CpuTimes,
         DeviceMemory,
@@ -62,9 +63,10 @@ _HOMES = {
     "bounds": ("roofline",),
     "catalogue": ("chip_for_device_kind", "get_chip", "list_chips"),
     "chip": ("Chip", "ChipError", "Source"),
-    "detect": ("cpu_name", "detect_chip"),
+    "detect": ("detect_chip",),
     "meshes": ("arrange_devices", "build_mesh"),
     "prices": ("Price", "PriceError", "UnknownPriceError", "get_price", "load_prices"),
+    "processor": ("cpu_name",),
     "telemetry": (
         "CpuTimes",
         "DeviceMemory",

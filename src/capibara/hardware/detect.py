@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,23 +10,9 @@ from typing import Any
 
 from capibara.hardware.catalogue import chip_for_device_kind, get_chip
 from capibara.hardware.chip import Chip, Source
+from capibara.hardware.processor import cpu_name
 
-__all__ = ["cpu_name", "detect_chip"]
-
-# Arm's part numbers (Arm "Main ID Register" documentation; also in Linux's arch/arm64/include/asm/cputype.h).
-_ARM_PARTS = {"0xd0c": "Neoverse N1", "0xd40": "Neoverse V1", "0xd49": "Neoverse N2", "0xd4f": "Neoverse V2"}
-
-
-def cpu_name(cpuinfo: str | None = None) -> str:
-    """The processor's name, from ``/proc/cpuinfo`` (or its text, if given)."""
-    if cpuinfo is None:
-        path = Path("/proc/cpuinfo")
-        cpuinfo = path.read_text(errors="replace") if path.exists() else ""
-    if match := re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE):
-        return match[1].strip()
-    if match := re.search(r"^CPU part\s*:\s*(0x[0-9a-f]+)$", cpuinfo, re.MULTILINE):
-        return f"Arm {_ARM_PARTS.get(match[1], 'CPU part ' + match[1])}"
-    return platform.processor() or platform.machine() or "unknown CPU"
+__all__ = ["detect_chip"]
 
 
 def _memory_bytes() -> int | None:

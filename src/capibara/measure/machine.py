@@ -8,7 +8,7 @@ import platform
 import sys
 from typing import Any
 
-from capibara.hardware.detect import cpu_name
+from capibara.hardware.processor import cpu_name
 
 __all__ = ["format_machine", "machine_description"]
 

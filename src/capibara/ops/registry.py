@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -407,6 +408,7 @@ def tpu_kind() -> str:
 
 def list_ops() -> Mapping[str, Op]:
     """Every registered operation by name (read-only)."""
+    importlib.import_module("capibara.ops").import_all()  # each is there once its module is imported
     return MappingProxyType(_OPS)
 
 
@@ -436,7 +438,7 @@ def get_op(op: str) -> Op:
     """The registered operation of that name."""
     if not isinstance(op, str):
         raise OpTypeError(f"an operation's name must be a string, got {op!r}")
-    if op not in _OPS:
+    if op not in _OPS and op not in list_ops():
         raise OpValueError(
             f"there is no operation {op!r}. Registered: {', '.join(sorted(_OPS))}.{did_you_mean(op, _OPS)}"
         )

@@ -113,7 +113,7 @@ def local_device() -> Device:
     platform = lowering_platform()
     if platform != "cpu":
         return Device(platform, jax.devices()[0].device_kind)
-    from capibara.hardware.detect import cpu_name
+    from capibara.hardware.processor import cpu_name
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return Device(platform, f"{cpu_name()}, {cores} cores")

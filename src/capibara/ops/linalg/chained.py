@@ -25,7 +25,7 @@ from jax.interpreters import mlir
 from capibara.measure.flops import register_foreign_call
 from capibara.ops.linalg.few_rows import thin_product
 from capibara.ops.linalg.joined import Flat, Step, Value, joined, named
-from capibara.ops.linalg.panels import columns_of
+from capibara.ops.linalg.panel_operations import columns_of
 from capibara.ops.linalg.quantised_native import FEW, CodesProduct, codes_product
 from capibara.ops.one_device import compile_calls, native_call
 

@@ -3,8 +3,8 @@
 What takes the time is reading the matrix. XLA first copies it into the order in which its product of matrices reads,
 and of one row reads it in short pieces; a compiled kernel (:mod:`capibara.native`) reads it once, where it lies. Where
 programs are made for such products, the layers of a model ask here (:func:`few_rows`); elsewhere they are left to XLA.
-Of more rows than decoding has (:data:`MOST_ROWS`), parts of the matrix are copied, and what comes next is fetched.
-Packed matrices (:mod:`capibara.ops.linalg.panels`) are not copied.
+Of more rows than decoding has (:data:`~capibara.ops.linalg.sizes.MOST_ROWS`), parts of the matrix are copied, and
+what comes next is fetched. Packed matrices (:mod:`capibara.ops.linalg.panels`) are not copied.
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ from jax.interpreters import batching, mlir
 from capibara import native
 from capibara.measure.flops import register_foreign_call
 from capibara.ops.linalg.joined import joinable, read_as_stored
-from capibara.ops.linalg.panels import columns_of, plain, rows_of_table, table_rows
+from capibara.ops.linalg.panel_operations import columns_of, plain, rows_of_table, table_rows
+from capibara.ops.linalg.sizes import LEAST_MATRIX, MOST_ROWS
 from capibara.ops.one_device import compile_calls, native_call, on_one_device
 
-__all__ = ["LEAST_MATRIX", "MOST_ROWS", "few_rows", "lookup", "product", "takes", "thin_product"]
+__all__ = ["few_rows", "lookup", "product", "takes", "thin_product"]
 
-MOST_ROWS = 16
-LEAST_MATRIX = 1 << 16
-"""Numbers of a matrix; what the caches hold XLA multiplies as fast."""
 _MOST_PROMPT = 192  # with more rows, XLA's products are as fast
 _most = contextvars.ContextVar("few_rows", default=0)
 thin_product = Primitive("capibara_thin_product")

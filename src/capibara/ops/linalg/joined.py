@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal, Primitive
 
-from capibara.ops.linalg.panels import matrix_of_panels
+from capibara.ops.linalg.panel_operations import matrix_of_panels
 
 __all__ = ["Flat", "Step", "Value", "joinable", "joined", "named", "read_as_stored"]
 

@@ -16,39 +16,21 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
 
 from capibara.native.loading import open_library
 from capibara.native.placing import PANEL
 from capibara.native.rooms import room
-from capibara.ops.one_device import compile_calls
 
-__all__ = [
-    "PANEL",
-    "Panels",
-    "columns_of",
-    "fit_panels",
-    "in_panels",
-    "matrix_of_panels",
-    "plain",
-    "rows_of_table",
-    "table_rows",
-]
+__all__ = ["PANEL", "Panels", "fit_panels", "in_panels"]
 
 _DTYPES = (jnp.float32, jnp.bfloat16)
 _LINE = 64  # bytes: JAX takes arrays on CPUs as they are if they begin a line of the cache
-
-matrix_of_panels = Primitive("capibara_matrix_of_panels")
-rows_of_table = Primitive("capibara_rows_of_table")
-compile_calls(matrix_of_panels)
-compile_calls(rows_of_table)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -75,6 +57,8 @@ class Panels:
     def matrix(self) -> jax.Array:
         """The unpacked weight: ``panels.swapaxes(0, 1).reshape(shape)``, or ``panels.swapaxes(1, 2).reshape(shape)`` if
         transposed."""
+        from capibara.ops.linalg.panel_operations import matrix_of_panels
+
         return matrix_of_panels.bind(self.panels, transposed=self.transposed).reshape(self.shape)
 
     def tree_flatten(self) -> tuple[tuple[Any], tuple[tuple[int, ...], bool]]:
@@ -83,26 +67,6 @@ class Panels:
     @classmethod
     def tree_unflatten(cls, kept: tuple[tuple[int, ...], bool], children: Sequence[Any]) -> Panels:
         return cls(children[0], *kept)
-
-
-def columns_of(matrix: Any, *, transposed: bool = False) -> int:
-    """The number of columns of a matrix. ``transposed`` applies to unpacked matrices only."""
-    if len(matrix.shape) == 3:
-        return matrix.shape[0] * PANEL
-    return matrix.shape[0 if transposed else 1]
-
-
-def plain(panels: jax.Array, *, transposed: bool = False) -> jax.Array:
-    """The unpacked matrix ``[inner, columns]``, or its transpose."""
-    count, inner, _ = panels.shape
-    if transposed:
-        return jnp.swapaxes(panels, 1, 2).reshape(count * PANEL, inner)
-    return jnp.swapaxes(panels, 0, 1).reshape(inner, count * PANEL)
-
-
-def table_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
-    """``jnp.take(table, indices, axis=0, mode="clip")`` without a derivative; the table may be packed."""
-    return rows_of_table.bind(indices, table, dtype=table.dtype)
 
 
 def fit_panels(inner: int, columns: int, dtype: Any) -> bool:
@@ -156,35 +120,3 @@ def _packing(transposed: bool) -> Callable[..., None]:
     shape = (size,) if transposed else (size, size)
     pack.argtypes, pack.restype = (pointer, *shape, ctypes.c_int32, size, size, pointer), None
     return pack
-
-
-@matrix_of_panels.def_abstract_eval
-def _shape(panels: Any, *, transposed: bool) -> Any:
-    sides = panels.shape[1], panels.shape[0] * PANEL
-    return panels.update(shape=sides[::-1] if transposed else sides)
-
-
-@rows_of_table.def_abstract_eval
-def _rows_shape(indices: Any, table: Any, *, dtype: Any) -> Any:
-    inner = table.shape[1]
-    return indices.update(shape=(*indices.shape, inner), dtype=dtype)
-
-
-def _look_up(indices: jax.Array, table: jax.Array, *, dtype: Any) -> jax.Array:
-    if table.ndim == 2:
-        return jnp.take(table, indices, axis=0, mode="clip").astype(dtype)
-    wide = (
-        indices if indices.dtype.itemsize >= 4 else indices.astype(jnp.int32)
-    )  # the last row may be past the narrow
-    places = jnp.clip(wide, 0, table.shape[0] * PANEL - 1)
-    rows = table.at[places // PANEL, :, places % PANEL]
-    return rows.get(mode="promise_in_bounds").astype(dtype)
-
-
-def _mapped(function: Callable[..., jax.Array], arrays: Any, axes: Any, **params: Any) -> Any:
-    return jax.vmap(partial(function, **params), tuple(axes))(*arrays), 0
-
-
-for _primitive, _function in ((matrix_of_panels, plain), (rows_of_table, _look_up)):
-    mlir.register_lowering(_primitive, mlir.lower_fun(_function, multiple_results=False))
-    batching.primitive_batchers[_primitive] = partial(_mapped, _function)

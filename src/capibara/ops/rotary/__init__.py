@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
-from capibara.ops.rotary.api import rotary
+from typing import TYPE_CHECKING
+
+from capibara.lazy import on_demand
+
+if TYPE_CHECKING:
+    from capibara.ops.rotary.api import rotary
 
 __all__ = ["rotary"]
+
+_HOMES = {"api": ("rotary",)}
+
+__getattr__, __dir__ = on_demand(__name__, _HOMES)

@@ -20,7 +20,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Row
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
@@ -30,7 +30,6 @@ from capibara.data import ByteTokenizer, Tokenizer
 from capibara.errors import ConfigError
 from capibara.memory.large_pages import ask_for_large_pages, spans_of
 from capibara.serve.engine.adapters import AdapterRoom, Adapters
-from capibara.serve.engine.bundle import ProgramBundle
 from capibara.serve.engine.choosing import Asked, Choice, choose_tokens, start_choice
 from capibara.serve.engine.early import EarlyPrograms
 from capibara.serve.engine.layers import as_computed, layers_apart, room_for_panels
@@ -58,6 +57,9 @@ from capibara.serve.requests import (
     RequestError,
     TokenScore,
 )
+
+if TYPE_CHECKING:
+    from capibara.serve.engine.bundle import ProgramBundle
 
 __all__ = ["Engine"]
 

@@ -25,15 +25,14 @@ from capibara.compress.coded import is_coded
 from capibara.families.on_host import Packed
 from capibara.memory.budget import device_budget
 from capibara.memory.errors import MemorySettingError
-from capibara.ops.linalg.chained import chained
-from capibara.ops.linalg.few_rows import LEAST_MATRIX, MOST_ROWS, few_rows
-from capibara.ops.linalg.joined import joined
 from capibara.ops.linalg.panels import PANEL, Panels, fit_panels, in_panels
+from capibara.ops.linalg.sizes import LEAST_MATRIX, MOST_ROWS
 from capibara.ops.registry import for_platform
 from capibara.serve.engine.arrays import bytes_of_one_device
 
 __all__ = [
     "as_computed",
+    "by_kernels",
     "bytes_held",
     "cache_dtype_of",
     "has_panels",
@@ -41,6 +40,7 @@ __all__ = [
     "layers_apart",
     "of_few_rows",
     "packing_of",
+    "products_of_few_rows",
     "room_for_panels",
     "without_panels",
 ]
@@ -309,8 +309,27 @@ def of_few_rows(model: Any, params: Any, function: Callable[..., Any], *, tokens
 
     @functools.wraps(function)
     def run(*given: Any) -> Any:
-        # Products with codes are found by what they are in plain JAX.
-        with for_platform("cpu"), contextlib.nullcontext() if coded else few_rows():
-            return (chained if given[tokens].size <= MOST_ROWS else joined)(function)(*given)
+        with for_platform("cpu"), products_of_few_rows(coded=coded):
+            return by_kernels(function, given[tokens].size)(*given)
 
     return run
+
+
+def products_of_few_rows(*, coded: bool, panels: bool = False) -> contextlib.AbstractContextManager[None]:
+    """Functions traced inside may take the kernel for products of few rows: :func:`capibara.ops.linalg.few_rows`.
+
+    Args:
+      coded: whether weights are codes, whose products are found by what they are in plain JAX.
+    """
+    # What only tracing needs is imported then: a start that finds its programs goes without.
+    from capibara.ops.linalg.few_rows import few_rows
+
+    return contextlib.nullcontext() if coded else few_rows(panels=panels)
+
+
+def by_kernels(function: Callable[..., Any], rows: int) -> Callable[..., Any]:
+    """The function with its products of so many rows joined, and of decoding also in chains."""
+    from capibara.ops.linalg.chained import chained
+    from capibara.ops.linalg.joined import joined
+
+    return (chained if rows <= MOST_ROWS else joined)(function)

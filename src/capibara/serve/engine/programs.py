@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from capibara import ops
 from capibara.compilation.untraced import UntracedPrograms
 from capibara.compress.coded import is_coded
 from capibara.core import ModularCapibaraModel
@@ -27,11 +28,8 @@ from capibara.errors import ConfigError
 from capibara.jax_versions import process_settings, trace_context
 from capibara.memory.budget import device_budget
 from capibara.memory.zeros import zeros_on_demand
-from capibara.ops.linalg.chained import chained
-from capibara.ops.linalg.few_rows import MOST_ROWS, few_rows
-from capibara.ops.linalg.joined import joined
 from capibara.ops.registry import for_platform
-from capibara.serve.engine.layers import has_panels, without_panels
+from capibara.serve.engine.layers import by_kernels, has_panels, products_of_few_rows, without_panels
 from capibara.serve.engine.several import TokenLoop, Written, one_token, several_tokens
 from capibara.serve.engine.steps import EngineSizes
 from capibara.serve.row_sampling import Changes, Chosen, SamplingRows, choose, choose_alone, rows_of
@@ -204,6 +202,8 @@ class Programs:
         """
 
         def lower() -> jax.stages.Lowered:
+            ops.import_all()
+
             # A function of its own for each time: JAX would give the program that it has of another.
             @functools.wraps(function)
             def fresh(*given: Any) -> Any:
@@ -229,8 +229,7 @@ class Programs:
         panels = has_panels(whole)
 
         def decoded(params: Any, state: Any, cache: Any, inputs: Any) -> Any:
-            # Products with codes are found by what they are in plain JAX.
-            with contextlib.nullcontext() if coded else few_rows(panels=panels):
+            with products_of_few_rows(coded=coded, panels=panels):
                 return model.decode_pages(without_panels(params), inputs, cache, shape, state=state)
 
         run: Callable[..., Any] = decoded
@@ -239,7 +238,7 @@ class Programs:
 
             run = quantized(decoded)
 
-        def step(weights: list[Any], cache: Any, inputs: Any, sampling: SamplingRows | None = None) -> Any:
+        def plain(weights: list[Any], cache: Any, inputs: Any, sampling: SamplingRows | None = None) -> Any:
             given = iter(weights)
             every = [next(given) if leaf.size else jnp.zeros(leaf.shape, leaf.dtype) for leaf in self._leaves]
             params, state = self._tree.unflatten(every)
@@ -248,8 +247,10 @@ class Programs:
                 return logits, cache, None
             return logits, cache, choose_alone(self._writable_only(logits).astype(jnp.float32), sampling)
 
-        if self._alone:
-            step = (chained if shape.tokens <= MOST_ROWS else joined)(step)
+        @functools.wraps(plain)
+        def step(*given: Any) -> Any:
+            return (by_kernels(plain, shape.tokens) if self._alone else plain)(*given)
+
         given, written = [self._weights, cache, inputs], None
         if self.writes_several(shape):
             step, written = several_tokens(step, self._logits(shape.rows)), Written(0, 0, 0)

@@ -16,7 +16,6 @@ from capibara.compose.backends.jax_ops.elementwise import multiply, silu
 from capibara.compose.backends.jax_stacked import read, write, write_places
 from capibara.compose.errors import InputError
 from capibara.native.levels import NF4
-from capibara.ops.linalg import few_rows
 
 __all__ = [
     "attention",
@@ -58,6 +57,8 @@ Array = jax.Array
 
 def _dot(x: Array, w: Array, accumulate: str) -> Array:
     """``x [*b, k] @ w [k, n]``, summed in ``accumulate``, returned in the wider of their dtypes."""
+    from capibara.ops.linalg import few_rows
+
     # Two axes, not three: the gradient of w then is one plain product, where XLA's CPU compiler would first copy
     # the (fused) gradient of the output into transposed order.
     flat = _joined(x, 0, x.ndim - 1)
@@ -122,6 +123,8 @@ def quantised_product(
 
 
 def unembed(x: Array, table: Array, accumulate: str) -> Array:
+    from capibara.ops.linalg import few_rows
+
     flat = _joined(x, 0, x.ndim - 1)
     if few_rows.takes(flat, table, accumulate, transposed=True):
         return few_rows.product(flat, table, transposed=True).reshape(*x.shape[:-1], table.shape[0])
@@ -131,6 +134,8 @@ def unembed(x: Array, table: Array, accumulate: str) -> Array:
 
 
 def lookup(table: Array, indices: Array) -> Array:
+    from capibara.ops.linalg import few_rows
+
     return few_rows.lookup(table, indices)
 
 

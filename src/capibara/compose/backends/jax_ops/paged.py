@@ -12,7 +12,6 @@ from capibara.compose.backends.jax_ops.language import ragged_cached_conv, ragge
 from capibara.compose.backends.jax_ops.latent import attended_pages
 from capibara.compose.backends.jax_stacked import Row
 from capibara.ops.registry import only_platform
-from capibara.ops.rows import takes_kernel, write_rows
 
 __all__ = [
     "paged_attention",
@@ -105,6 +104,8 @@ class _Pool:
     def write(self, pages: Array, within: Array, rows: Array) -> Array:
         """:attr:`flat` with rows ``[tokens, heads, …]`` at such :meth:`places`, filled up with zeros if pages are
         wider."""
+        from capibara.ops.rows import takes_kernel, write_rows
+
         missing = self.flat.shape[-1] - rows.shape[-1] if rows.ndim == 3 else 0
         new = jnp.pad(rows, ((0, 0), (0, 0), (0, missing))) if missing else rows
         as_given = only_platform() == "cpu" and takes_kernel(self.flat)
@@ -293,6 +294,8 @@ class _Slots:
         self.taken = jnp.where(fresh, 0, held)
 
     def back(self, new: Array) -> Any:
+        from capibara.ops.rows import write_rows
+
         states = write_rows(self._states, (*self._index, self._slots), new)
         return Row(states, self._given.index) if self._index else states
 
