@@ -329,7 +329,12 @@ def products_of_few_rows(*, coded: bool, panels: bool = False) -> contextlib.Abs
 
 def by_kernels(function: Callable[..., Any], rows: int) -> Callable[..., Any]:
     """The function with its products of so many rows joined, and of decoding also in chains."""
-    from capibara.ops.linalg.chained import chained
-    from capibara.ops.linalg.joined import joined
 
-    return (chained if rows <= MOST_ROWS else joined)(function)
+    @functools.wraps(function)
+    def run(*given: Any) -> Any:
+        from capibara.ops.linalg.chained import chained
+        from capibara.ops.linalg.joined import joined
+
+        return (chained if rows <= MOST_ROWS else joined)(function)(*given)
+
+    return run

@@ -238,7 +238,7 @@ class Programs:
 
             run = quantized(decoded)
 
-        def plain(weights: list[Any], cache: Any, inputs: Any, sampling: SamplingRows | None = None) -> Any:
+        def step(weights: list[Any], cache: Any, inputs: Any, sampling: SamplingRows | None = None) -> Any:
             given = iter(weights)
             every = [next(given) if leaf.size else jnp.zeros(leaf.shape, leaf.dtype) for leaf in self._leaves]
             params, state = self._tree.unflatten(every)
@@ -247,10 +247,8 @@ class Programs:
                 return logits, cache, None
             return logits, cache, choose_alone(self._writable_only(logits).astype(jnp.float32), sampling)
 
-        @functools.wraps(plain)
-        def step(*given: Any) -> Any:
-            return (by_kernels(plain, shape.tokens) if self._alone else plain)(*given)
-
+        if self._alone:
+            step = by_kernels(step, shape.tokens)
         given, written = [self._weights, cache, inputs], None
         if self.writes_several(shape):
             step, written = several_tokens(step, self._logits(shape.rows)), Written(0, 0, 0)
