@@ -1,7 +1,7 @@
 """Packages whose names are imported when they are first asked for, so that importing one costs next to nothing.
 
-Operations are not among them by themselves: what they import while JAX traces a function would make it trace that
-function again. A process that hopes to trace nothing says so (:func:`trace_later`).
+:mod:`capibara.ops` imports all operations at once instead: a module that is imported while JAX traces a function can
+make JAX trace that function again. A process that hopes to trace nothing says so (:func:`trace_later`).
 """
 
 from __future__ import annotations

@@ -387,3 +387,25 @@ def test_that_xla_is_at_work_is_said_in_any_case(tmp_path: Path, wrong: dict[str
     early = EarlyPrograms(config_of(), tmp_path, **SIZES | wrong)
     early.wait_for_xla()  # ends
     assert (early.take() is None) == bool(wrong)
+
+
+@pytest.mark.parametrize("precision", [None, "highest"])
+def test_a_start_waits_for_rows_alone_where_its_settings_do_not_hold_elsewhere(
+    precision: str | None,
+) -> None:
+    held = threading.Event()
+
+    class Held(Engine):
+        def _warm(self, rest: Any, done: int, total: int, progress: Any) -> None:
+            assert held.wait(60)
+
+    model = ModularCapibaraModel(config_of())
+    with jax.default_matmul_precision(precision):
+        engine = Held(model, warm="first", **SIZES)
+    with engine:
+        try:
+            alone, *_ = engine._sizes.plain
+            assert engine._programs.has_step(alone) == (precision is not None)
+            assert all(map(engine._programs.has_step, engine._sizes.early))
+        finally:
+            held.set()

@@ -73,7 +73,7 @@ __getattr__, __dir__ = on_demand(__name__, _HOMES)
 
 
 def import_all() -> None:
-    """Import every operation, and what models have for those of their layers.
+    """Import every operation, and the kernels that the layers of models take on CPUs.
 
     Importing this package does so, except after :func:`capibara.lazy.trace_later`: a module that is imported while JAX
     traces a function may bring a setting of JAX, and then that function is traced again.

@@ -125,7 +125,7 @@ class EarlyPrograms:
         untraced = kept_programs(model, parts, state, writable=writable)
         programs = Programs(model, parts, state, writable=writable, untraced=untraced)
         cache = programs.describe_cache(sizes)
-        first, _ = programs.to_compile(sizes.every, cache, sizes.inputs, early=sizes.early)
+        first, _ = programs.to_compile(sizes.every, cache, sizes.inputs, early=programs.early(sizes))
         # One is traced, in Python, while XLA is at another.
         with ThreadPoolExecutor(2, thread_name_prefix="capibara-early-programs") as pool:
             empty = pool.submit(programs.empty_cache, sizes)

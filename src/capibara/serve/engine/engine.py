@@ -102,8 +102,8 @@ class Engine:
       max_waiting, max_waiting_tokens: requests, and tokens of their prompts, that may wait.
       max_wait_s: seconds that a request may wait for its turn. One that would have to wait longer, as far as the texts
         before it tell, or longer than its own ``deadline_s``, is refused at once instead. ``None``: any time.
-      warm: compile all programs now; ``"first"``: those that a plain request needs now, and the others beside the steps
-        that run; ``False``: each when it is needed first.
+      warm: compile all programs now; ``"first"``: those that a plain request cannot do without now, and the others
+        beside the steps that run; ``False``: each when it is needed first.
       bundle: programs that were compiled before, on another machine perhaps (:func:`write_bundle`): all are read now,
         and nothing is compiled. Its sizes take the place of ``max_batch``, ``max_length``, ``page_size``, ``pages``,
         ``prefill_tokens``, ``prefill_chunks`` and ``cache_dtype``.
@@ -261,7 +261,7 @@ class Engine:
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
         self._finish_times: deque[float] = deque(maxlen=64)
-        self._answered = threading.Event()  # a step has given something, or none will
+        self._answered = threading.Event()  # a first step has given something, or the engine is closing
         self._warming: threading.Thread | None = None
         first, rest = self._to_compile() if warm else ([], [])
         if warm is True:
@@ -284,7 +284,7 @@ class Engine:
     def _to_compile(self) -> tuple[list[Callable[[], Any]], list[Callable[[], Any]]]:
         """What compiles each program: of the first plain requests, and the rest."""
         first, rest = self._programs.to_compile(
-            self._sizes.every, self._cache, self._sizes.inputs, early=self._sizes.early
+            self._sizes.every, self._cache, self._sizes.inputs, early=self._programs.early(self._sizes)
         )
         if self._draft is not None:
             # A draft model reads rows alone in any case.

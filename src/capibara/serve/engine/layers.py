@@ -321,10 +321,12 @@ def products_of_few_rows(*, coded: bool, panels: bool = False) -> contextlib.Abs
     Args:
       coded: whether weights are codes, whose products are found by what they are in plain JAX.
     """
+    if coded:
+        return contextlib.nullcontext()
     # What only tracing needs is imported then: a start that finds its programs goes without.
     from capibara.ops.linalg.few_rows import few_rows
 
-    return contextlib.nullcontext() if coded else few_rows(panels=panels)
+    return few_rows(panels=panels)
 
 
 def by_kernels(function: Callable[..., Any], rows: int) -> Callable[..., Any]:

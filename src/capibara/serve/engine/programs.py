@@ -171,6 +171,17 @@ class Programs:
         """Whether one call can write several tokens of each row: steps that choose tokens of rows alone."""
         return self.chooses(shape) and not shape.chunks
 
+    def early(self, sizes: EngineSizes) -> list[StepShape]:
+        """The shapes of steps that a plain request cannot do without.
+
+        On one CPU device the program of a prompt can also write a text alone. Elsewhere, and where this thread has
+        settings of JAX that others have not, the steps of a row alone are among them: a text would wait for what
+        chooses their tokens, or go on in another precision.
+        """
+        if self._alone and _settings_hold_elsewhere():
+            return sizes.early
+        return [sizes.plain[0], *sizes.early]
+
     def has_step(self, shape: StepShape) -> bool:
         """Whether a step of this shape finds its program there."""
         return shape in self._steps
@@ -431,22 +442,27 @@ def run_each(work: Sequence[Callable[[], Any]], *, together: bool) -> Iterator[N
       together: two at a time, in threads, where settings of JAX and contexts hold as in this one: one is traced, in
         Python, while XLA is at another.
     """
-    if together:
+    if together and _settings_hold_elsewhere():
         with ThreadPoolExecutor(2, thread_name_prefix="capibara-programs") as pool:
-            # JAX's contexts are of a thread, and others cannot be given them.
-            if pool.submit(_settings_here).result() == _settings_here():
-                running = [pool.submit(contextvars.copy_context().run, each) for each in work]
-                try:
-                    for one in running:
-                        one.result()
-                        yield
-                finally:  # after an error nobody wants the others
-                    for one in running:
-                        one.cancel()
-                return
+            running = [pool.submit(contextvars.copy_context().run, each) for each in work]
+            try:
+                for one in running:
+                    one.result()
+                    yield
+            finally:  # after an error nobody wants the others
+                for one in running:
+                    one.cancel()
+            return
     for each in work:
         each()
         yield
+
+
+def _settings_hold_elsewhere() -> bool:
+    """Whether other threads trace and compile as this one does: JAX's contexts are of a thread, and others cannot be
+    given them."""
+    with ThreadPoolExecutor(1, thread_name_prefix="capibara-settings") as pool:
+        return pool.submit(_settings_here).result() == _settings_here()
 
 
 def _settings_here() -> tuple[Any, ...]:
