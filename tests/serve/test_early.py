@@ -332,9 +332,8 @@ def test_texts_take_turns_until_there_are_programs_for_several() -> None:
     class Held(Engine):
         def _warm(self, rest: Any, done: int, total: int, progress: Any) -> None:
             assert held.wait(60)
-            for compile_one in rest[
-                :5
-            ]:  # of one text alone, with more of a prompt, and of several with and without
+            # Of one text alone, with more of a prompt, and of several with and without.
+            for compile_one in rest[:5]:
                 compile_one()
             made.set()
             assert ended.wait(60)

@@ -27,7 +27,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -408,7 +407,9 @@ def tpu_kind() -> str:
 
 def list_ops() -> Mapping[str, Op]:
     """Every registered operation by name (read-only)."""
-    importlib.import_module("capibara.ops").import_all()  # each is there once its module is imported
+    from capibara.ops import import_all
+
+    import_all()  # each is there once its module is imported
     return MappingProxyType(_OPS)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from capibara import ops as operations
+from capibara import ops  # not its layers: a start that traces nothing goes without them
 from capibara.compose.backends import jax_ops
 from capibara.compose.backends.jax_repeat import PRODUCT
 
@@ -30,10 +30,10 @@ def _product(x: Array, weight: Array, accumulate: str) -> Array:
 def _products(x: Array, *weights: Array, accumulate: str) -> tuple[Array, ...]:
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     matrices = tuple(w.reshape(w.shape[0], math.prod(w.shape[1:])) for w in weights)
-    if not operations.layers.takes_products(flat, matrices, accumulate):
+    if not ops.layers.takes_products(flat, matrices, accumulate):
         return jax_ops.products(x, *weights, accumulate=accumulate)
     # Rematerialisation knows products with weights by XLA's operation for them, and these by their name.
-    found = (checkpoint_name(out, PRODUCT) for out in operations.layers.products(flat, *matrices))
+    found = (checkpoint_name(out, PRODUCT) for out in ops.layers.products(flat, *matrices))
     return tuple(out.reshape(*x.shape[:-1], *w.shape[1:]) for out, w in zip(found, weights, strict=True))
 
 
@@ -45,9 +45,9 @@ def _merge(x: Array, weight: Array, accumulate: str) -> Array:
 
 def _unembed(x: Array, table: Array, accumulate: str) -> Array:
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    if not operations.layers.takes_products(flat, (table,), accumulate):
+    if not ops.layers.takes_products(flat, (table,), accumulate):
         return jax_ops.unembed(x, table, accumulate)
-    out = checkpoint_name(operations.layers.product_transposed(flat, table), PRODUCT)
+    out = checkpoint_name(ops.layers.product_transposed(flat, table), PRODUCT)
     return out.reshape(*x.shape[:-1], table.shape[0])
 
 
@@ -55,21 +55,13 @@ def _rms_norm(
     x: Array, scale: Array | None = None, *, epsilon: float, accumulate: str, **options: Any
 ) -> Array:
     # Other options than the offset say over which parts of a row the mean is.
-    if (
-        scale is not None
-        and set(options) <= {"offset"}
-        and operations.layers.takes_rms_norm(x, scale, accumulate)
-    ):
-        return operations.layers.rms_norm(x, scale, epsilon, options.get("offset", 0.0))
+    if scale is not None and set(options) <= {"offset"} and ops.layers.takes_rms_norm(x, scale, accumulate):
+        return ops.layers.rms_norm(x, scale, epsilon, options.get("offset", 0.0))
     return jax_ops.rms_norm(x, scale, epsilon=epsilon, accumulate=accumulate, **options)
 
 
 def _gated(gate: Array, up: Array) -> Array:
-    return (
-        operations.layers.gated(gate, up)
-        if operations.layers.takes_gated(gate, up)
-        else jax_ops.gated(gate, up)
-    )
+    return ops.layers.gated(gate, up) if ops.layers.takes_gated(gate, up) else jax_ops.gated(gate, up)
 
 
 def _rotary_table(
@@ -77,24 +69,22 @@ def _rotary_table(
 ) -> Any:
     from capibara.ops.rotary.table import rotary_table
 
-    return rotary_table(
-        positions, dim, theta, accumulate, *options, **named, once=operations.layers.training()
-    )
+    return rotary_table(positions, dim, theta, accumulate, *options, **named, once=ops.layers.training())
 
 
 def _rotate(x: Array, cos: Array, sin: Array, interleaved: bool = False, last: bool = False) -> Array:
-    if interleaved or last or not operations.layers.takes_rotate(x, cos, sin):
+    if interleaved or last or not ops.layers.takes_rotate(x, cos, sin):
         return jax_ops.rotate(x, cos, sin, interleaved, last)
-    return operations.layers.rotate(x, cos, sin)
+    return ops.layers.rotate(x, cos, sin)
 
 
-def on_cpu(ops: Any) -> Any:
+def on_cpu(module: Any) -> Any:
     """The operations of a module (its ``__all__``), some of them in the form for training on CPUs.
 
     Args:
-        ops: :mod:`capibara.compose.backends.jax_ops`.
+        module: :mod:`capibara.compose.backends.jax_ops`.
     """
-    own = {
+    replaced = {
         "dense": _product,
         "project": _product,
         "products": _products,
@@ -105,5 +95,5 @@ def on_cpu(ops: Any) -> Any:
         "rotate": _rotate,
         "rotary_table": _rotary_table,
     }
-    same = {name: getattr(ops, name) for name in ops.__all__}
-    return SimpleNamespace(**{**same, **own}, __all__=list(ops.__all__))
+    same = {name: getattr(module, name) for name in module.__all__}
+    return SimpleNamespace(**{**same, **replaced}, __all__=list(module.__all__))

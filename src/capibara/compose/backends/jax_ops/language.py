@@ -57,7 +57,7 @@ Array = jax.Array
 
 def _dot(x: Array, w: Array, accumulate: str) -> Array:
     """``x [*b, k] @ w [k, n]``, summed in ``accumulate``, returned in the wider of their dtypes."""
-    from capibara.ops.linalg import few_rows
+    from capibara.ops.linalg import few_rows  # a start that traces nothing goes without it
 
     # Two axes, not three: the gradient of w then is one plain product, where XLA's CPU compiler would first copy
     # the (fused) gradient of the output into transposed order.
