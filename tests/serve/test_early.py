@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import math
 import threading
 import time
 from pathlib import Path
@@ -22,7 +23,15 @@ from capibara.config import ModularModelConfig
 from capibara.core import ModularCapibaraModel
 from capibara.errors import ConfigError
 from capibara.memory.budget import device_budget
-from capibara.serve import AdapterRoom, Engine, Request, Sampling, Speculation, load_compressed
+from capibara.serve import (
+    AdapterRoom,
+    Engine,
+    EngineClosedError,
+    Request,
+    Sampling,
+    Speculation,
+    load_compressed,
+)
 from capibara.serve.engine.early import EarlyPrograms
 from capibara.serve.engine.layers import packing_of
 from capibara.serve.engine.programs import run_each
@@ -408,3 +417,36 @@ def test_a_start_waits_for_rows_alone_where_its_settings_do_not_hold_elsewhere(
             assert all(map(engine._programs.has_step, engine._sizes.early))
         finally:
             held.set()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_no_text_is_taken_once_a_program_cannot_be_compiled(
+    which: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That of rows alone, which is made after the first token of a text, or another. A text that is written goes on."""
+
+    def refused() -> None:
+        raise RuntimeError("no such instruction")
+
+    def wait_for_failure(engine: Engine) -> None:
+        end = time.monotonic() + 60
+        while not math.isinf(engine.stalled_s()):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    class Refused(Engine):
+        def _to_compile(self) -> Any:
+            first, rest = super()._to_compile()
+            return first, [*rest[:which], refused, *rest[which + 1 :]]
+
+        def _advance(self, pieces: Any) -> None:
+            super()._advance(pieces)
+            if which == 0:
+                wait_for_failure(self)
+
+    with Refused(ModularCapibaraModel(config_of()), warm="first", **SIZES) as engine:
+        assert len(tokens(engine)) == ASKED.max_tokens
+        wait_for_failure(engine)
+        with pytest.raises(EngineClosedError, match="cannot be compiled: RuntimeError: no such instruction"):
+            engine.submit(ASKED)
+    assert "cannot be compiled" in caplog.text

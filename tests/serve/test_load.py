@@ -28,7 +28,7 @@ from capibara.serve.http import create_app
 
 pytestmark = pytest.mark.slow
 # Of overload: when the first texts have ended at the latest, and how long it lasts.
-FULL_S, SECONDS = 2.0, 10.0
+FULL_S, SECONDS = 3.0, 20.0
 SIZES: Any = {"input_tokens": (2, 60), "output_tokens": (2, 60)}
 
 
@@ -95,14 +95,14 @@ def test_200_clients_for_a_minute(tmp_path: Path) -> None:
 
 
 def test_three_times_as_much_as_it_can_do(tmp_path: Path) -> None:
-    # The clients share the processor with the server: texts must take more of it than asking for them does.
-    larger: Any = {"model.embed_dim": 384, "model.mlp_dim": 1024, "model.num_layers": 6, "model.num_heads": 6}
+    # The clients share the processor with the server: a text must take far more of it than being refused twice does.
+    larger: Any = {"model.embed_dim": 512, "model.mlp_dim": 1408, "model.num_layers": 7, "model.num_heads": 8}
     options = ("--max-batch", "16", "--max-wait", "0.5")
-    with serving(tmp_path, *options, **larger, **{"model.num_kv_heads": 3}) as (_, url):
+    with serving(tmp_path, *options, **larger, **{"model.num_kv_heads": 4}) as (_, url):
         sizes: Any = {"input_tokens": (2, 20), "output_tokens": (60, 100)}
         bench_serve(url, BenchSettings(50, concurrency=20, **sizes))  # what is slow at first
         most, over = [], []
-        for seed in range(9):  # in turns: what else the machine does comes to both
+        for seed in range(7):  # in turns: what else the machine does comes to both
             most.append(
                 bench_serve(url, BenchSettings(0, duration_s=SECONDS, concurrency=20, seed=seed, **sizes))
             )

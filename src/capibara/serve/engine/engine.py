@@ -313,8 +313,12 @@ class Engine:
             try:
                 compile_one()
             except Exception as error:
-                # The step that needs the program compiles it again, and says what is wrong.
-                logging.getLogger(__name__).warning("a program of the engine was not compiled: %s", error)
+                if self._closing:
+                    return
+                # Some text would need it, and all that are written then would end with it: no more are taken.
+                with self._lock:
+                    self._fail("a program cannot be compiled", error)
+                return
             self._programs_left -= 1
             done += 1
             if progress is not None:
@@ -338,7 +342,7 @@ class Engine:
             make(compile_one)
 
     def _gives_way(self) -> bool:
-        """Wait a moment while there are requests; whether the engine goes on.
+        """Wait a moment while there are requests; whether the engine goes on taking them.
 
         Tracing and steps take turns in Python: a first request should not wait for what it does not need.
         """
@@ -346,7 +350,7 @@ class Engine:
             self._there.wait_for(
                 lambda: self._closing or not (self._running or self._waiting), timeout=_GIVE_WAY_S
             )
-            return not self._closing
+            return not (self._closing or self._failed)
 
     def _every_program(self) -> list[Programs]:
         return [self._programs] if self._draft is None else [self._programs, self._draft.programs]
@@ -605,8 +609,13 @@ class Engine:
                 self._progress_at = time.monotonic()
         except BaseException as error:
             with self._there:
-                self._failed = f"a step of the engine failed: {type(error).__name__}: {error!s:.500}"
+                self._fail("a step of the engine failed", error)
                 self._end_all("error", self._failed)
+
+    def _fail(self, what: str, error: BaseException) -> None:
+        """Take no more requests."""
+        self._failed = f"{what}: {type(error).__name__}: {error!s:.500}"
+        logging.getLogger(__name__).error("%s", self._failed)
 
     def _drop(self) -> None:
         """End what was cancelled, and what has no more time."""
