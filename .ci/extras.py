@@ -136,14 +136,30 @@ def train(e: Environment) -> None:
 def plan(e: Environment) -> None:
     e.run(str(e.python), "-c", ORDINARY, quiet=True)
     line = "capibara plan --config production/tpu_v4 --topology v4-32"
-    model = ["num_layers=2", "embed_dim=256", "num_heads=4", "num_kv_heads=4"]
-    small = [*model, "train.sequence_length=256", "--max-compiles", "1", "--workers", "1"]
+    # The compiler takes minutes for the page's own sizes.
+    model = [
+        "num_layers=2",
+        "embed_dim=256",
+        "num_heads=4",
+        "num_kv_heads=4",
+        "mlp_dim=512",
+        "vocab_size=1024",
+    ]
+    small = [
+        *model,
+        "train.sequence_length=256",
+        "train.batch_size=16",
+        "--max-compiles",
+        "1",
+        "--workers",
+        "1",
+    ]
     shown = [e.page("docs/plan.md", line, *small, "--report", "plan.html")]
     lock = "capibara plan --config production/tpu_v4 --topology v5e:2x4 train.batch_size=64 --lock plan.lock"
     shown.append(e.page("docs/plan.md", lock, *small))
     e.page("docs/plan.md", "capibara plan --check plan.lock")
     large = "capibara plan --config production/tpu_v4 --topology v5e:2x2 --memory-limit 4 --explain"
-    less = ["--memory-limit", "0.05", "train.batch_size=8"]
+    less = ["--memory-limit", "0.01"]
     if "The largest buffers" not in (out := e.page("docs/plan.md", large, *small, *less, code=1)):
         raise Failed(f"--explain explains nothing:\n{out}")
     (e.work / "Llama-3.1-8B").mkdir()
