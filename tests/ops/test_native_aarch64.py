@@ -63,13 +63,17 @@ ATTENTION = (
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Their objects, which take a minute."""
+    return build.compile_kernels(COMPILER, "aarch64", tmp_path_factory.mktemp("aarch64"))
+
+
+@pytest.fixture(scope="module")
+def driver(kernels: list[Path]) -> Path:
     """A program with the kernels in it, in the folder of their objects."""
-    folder = tmp_path_factory.mktemp("aarch64")
-    objects = build.compile_kernels(COMPILER, "aarch64", folder)
     source = Path(__file__).resolve().parent.parent / "support" / "native_driver.cc"
-    made = folder / "driver"
-    command = [COMPILER, "-std=c++17", "-O1", "-static", "-I", build.SOURCES, "-o", made, source, *objects]
+    made = kernels[0].parent / "driver"
+    command = [COMPILER, "-std=c++17", "-O1", "-static", "-I", build.SOURCES, "-o", made, source, *kernels]
     subprocess.run(command, check=True)
     return made
 
@@ -336,10 +340,10 @@ def test_searched_scales(kind, driver):
 
 
 @pytest.mark.slow
-def test_the_whole_library_is_built_for_arm(tmp_path):
+def test_the_whole_library_is_built_for_arm(kernels, tmp_path):
     if build.find_headers() is None:
         pytest.skip("jaxlib here has no headers")
-    made = build.build(tmp_path / "libcapibara.so", compiler=COMPILER, machine="aarch64")
+    made = build.build(tmp_path / "libcapibara.so", compiler=COMPILER, machine="aarch64", kernels=kernels)
     content = made.read_bytes()
     assert content[:5] == b"\x7fELF\x02"
     assert struct.unpack_from("<H", content, 18) == (183,)  # EM_AARCH64

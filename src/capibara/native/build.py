@@ -130,13 +130,20 @@ def compile_kernels(compiler: str, machine: str, folder: Path) -> list[Path]:
     return _compile(compiler, jobs, folder)
 
 
-def build(to: Path = LIBRARY, *, compiler: str | None = None, machine: str | None = None) -> Path:
+def build(
+    to: Path = LIBRARY,
+    *,
+    compiler: str | None = None,
+    machine: str | None = None,
+    kernels: list[Path] | None = None,
+) -> Path:
     """Compile the library and put it at ``to``, at once or not at all; some seconds.
 
     Args:
       compiler: by default ``$CXX``, else the first of g++, clang++ and c++ on the path. A cross compiler goes with
         the ``machine`` it compiles for.
       machine: ``"x86_64"``, ``"aarch64"`` or another; by default this one.
+      kernels: what :func:`compile_kernels` gave for the machine; by default it is called.
 
     Raises:
       NativeBuildError: no compiler, no headers, a platform other than Linux, or the compiler's own error.
@@ -150,11 +157,12 @@ def build(to: Path = LIBRARY, *, compiler: str | None = None, machine: str | Non
         raise NativeBuildError("jaxlib's FFI headers were not found. Remedy: pip install jaxlib.")
     with tempfile.TemporaryDirectory(prefix="capibara-native-") as name:
         folder = Path(name)
-        objects = compile_kernels(compiler, machine or platform.machine(), folder)
+        if kernels is None:
+            kernels = compile_kernels(compiler, machine or platform.machine(), folder)
         handlers = [
             (["-isystem", str(headers), str(SOURCES / f"{kind}.cc")], f"{kind}.o") for kind in _ENTRIES
         ]
-        objects += _compile(compiler, handlers, folder)
+        objects = [*kernels, *_compile(compiler, handlers, folder)]
         made = folder / to.name
         # The C++ runtime goes in: the library must not depend on the one of the machine that loads it.
         flags = ["-shared", "-s", "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL"]
