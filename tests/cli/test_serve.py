@@ -76,6 +76,26 @@ def test_from_a_folder_to_an_endpoint_and_to_its_end(tmp_path: Path) -> None:
             server.stdout.close()
 
 
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_as_soon_as_it_serves(number: signal.Signals, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "capibara", "serve", str(folder(tmp_path)), "--port", "0"]
+    server = subprocess.Popen(
+        [*command, "--max-batch", "1", "--quiet"],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert server.stdout is not None
+        assert server.stdout.readline().startswith("serving tiny at ")
+        server.send_signal(number)
+        assert server.wait(timeout=60) == 0
+    finally:
+        server.kill()
+        server.communicate()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "allowed"),

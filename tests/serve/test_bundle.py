@@ -20,10 +20,12 @@ from capibara.cli import main
 from capibara.compilation import read_packed
 from capibara.compilation.counting import count_compilations
 from capibara.compilation.errors import PackedProgramError
+from capibara.compress import CompressionProfile, ModelCompressionAPI
+from capibara.compress.coded import is_coded
 from capibara.config import ModularModelConfig
 from capibara.core import ModularCapibaraModel
 from capibara.errors import ConfigError
-from capibara.serve import AdapterRoom, Engine, Request, Sampling, Speculation
+from capibara.serve import AdapterRoom, Engine, Request, Sampling, Speculation, load_compressed
 from capibara.serve.engine.arrays import describe_arrays
 from capibara.serve.engine.bundle import ProgramBundle, write_bundle
 from capibara.serve.engine.steps import EngineSizes
@@ -74,6 +76,37 @@ def test_an_engine_compiles_nothing(bundle: ProgramBundle) -> None:
         found = texts(engine)
         assert engine.statistics().compilations == 0
     with Engine(model, max_batch=1, page_size=4, prefill_tokens=8, prefill_chunks=1, warm=False) as engine:
+        assert texts(engine) == found
+
+
+@pytest.mark.parametrize("kind", ["folder", "archive"])
+def test_models_that_are_read_take_their_own(kind: str, tmp_path: Path) -> None:
+    """Their arrays are on a device that somebody chose, which JAX writes into programs."""
+    model = model_of({"model.embed_dim": 32})
+    if kind == "folder":
+        model.save_pretrained(tmp_path / "tiny")
+    else:
+        packed = ModelCompressionAPI(CompressionProfile(strategy="int8")).compress(model, decode="auto")
+        packed.save(tmp_path / "model.capi")
+
+    def read() -> tuple[Any, Any, Any]:
+        if kind == "folder":
+            found = ModularCapibaraModel.from_pretrained(tmp_path / "tiny")
+            return found, found.params, found.state
+        loaded = load_compressed(tmp_path / "model.capi", model.config, decode="auto")
+        assert any(map(is_coded, jax.tree.leaves(loaded.params, is_leaf=is_coded)))
+        return loaded.model, loaded.params, loaded.state
+
+    own, params, state = read()
+    bundle = write_bundle(
+        tmp_path / "programs", own, params, state, sizes_of(own), target="here", writable=256, pages=20
+    )
+    own, params, state = read()
+    with Engine(own, params, state=state, bundle=ProgramBundle.read(bundle.folder)) as engine:
+        found = texts(engine)
+        assert engine.statistics().compilations == 0
+    sizes: dict[str, Any] = {"max_batch": 1, "page_size": 4, "prefill_tokens": 8, "prefill_chunks": 1}
+    with Engine(own, params, state=state, warm=False, **sizes) as engine:
         assert texts(engine) == found
 
 

@@ -445,8 +445,27 @@ def test_no_text_is_taken_once_a_program_cannot_be_compiled(
                 wait_for_failure(self)
 
     with Refused(ModularCapibaraModel(config_of()), warm="first", **SIZES) as engine:
-        assert len(tokens(engine)) == ASKED.max_tokens
+        stream = engine.submit(ASKED)
+        if which == 0:
+            wait_for_failure(engine)
+            engine.close(drain_s=60)
+        assert len([token for piece in stream for token in piece.tokens]) == ASKED.max_tokens
         wait_for_failure(engine)
         with pytest.raises(EngineClosedError, match="cannot be compiled: RuntimeError: no such instruction"):
             engine.submit(ASKED)
     assert "cannot be compiled" in caplog.text
+
+
+def test_programs_are_compiled_though_their_progress_cannot_be_shown(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def progress(done: int, total: int) -> None:
+        if done > 2:
+            raise OSError("the terminal is gone")
+
+    with Engine(ModularCapibaraModel(config_of()), warm="first", progress=progress, **SIZES) as engine:
+        end = time.monotonic() + 300
+        while engine.statistics().programs_left:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    assert [record.getMessage() for record in caplog.records] == ["the progress of compiling cannot be shown"]

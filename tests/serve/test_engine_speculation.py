@@ -332,7 +332,7 @@ def test_500_random_requests(kind: str, draft: bool) -> None:
         ({"tokens": True}, "speculation.tokens=True"),
         ({"longest": 1}, "speculation.longest=1: expected an integer from 2 to 32"),
         ({"draft": "vocabulary"}, "speculation.draft has 310 token ids, the model 300"),
-        ({"draft": "short"}, "speculation.draft takes 32 tokens, the model 64"),
+        ({"draft": "short"}, "speculation.draft takes 32 tokens, the engine 64"),
         ({"draft": "ssm"}, "expected a model of attention alone"),
     ],
 )
@@ -346,6 +346,21 @@ def test_what_cannot_guess(model: ModularCapibaraModel, change: dict[str, Any], 
         change = {"draft": drafts[change["draft"]]()}
     with pytest.raises(ConfigError, match=message):
         Engine(model, **SIZES, pages=20, speculation=Speculation(**change), warm=False)
+
+
+def test_a_draft_model_of_fewer_tokens_guesses_for_an_engine_of_as_many() -> None:
+    model = engine_model("grouped")
+    draft = engine_model("grouped", **{"model.max_sequence_length": 32})
+    asked = Request((1, 2, 3), max_tokens=29, sampling=Sampling(temperature=0.0), ignore_eos=True)
+    found = []
+    for speculation in (None, Speculation(4, draft=draft)):
+        sizes = SIZES | {"max_length": 32}
+        with Engine(model, **sizes, pages=20, speculation=speculation, warm=False) as engine:
+            found.append([token for piece in engine.submit(asked) for token in piece.tokens])
+            guessed = engine.statistics().guessed_tokens
+    assert found[0] == found[1]
+    assert len(found[0]) == 29
+    assert guessed > 0
 
 
 def test_recurrent_states_cannot_be_taken_back() -> None:

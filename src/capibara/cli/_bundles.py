@@ -221,8 +221,6 @@ def _write(
     from capibara.serve.engine.steps import EngineSizes
 
     begun = time.perf_counter()
-    if given["guess"]:
-        check_speculation(Speculation(given["guess"]), model)
     sizes = EngineSizes.of(
         model,
         max_batch=16 if given["max_batch"] is None else given["max_batch"],
@@ -230,6 +228,8 @@ def _write(
         guesses=given["guess"] or 0,
         cache_dtype=given["cache_dtype"],
     )
+    if given["guess"]:
+        check_speculation(Speculation(given["guess"]), model, sizes.max_length)
     bundle = write_bundle(
         given["output"],
         model,

@@ -239,15 +239,20 @@ def _run(args: argparse.Namespace, started: Callable[[], object]) -> int:
             timeout_graceful_shutdown=args.drain,
             server_header=False,
         )
+        server = uvicorn.Server(config)
+
+        def end(*_: object) -> None:
+            server.should_exit = True
+
         gc.freeze()
         started()
         listener.listen(2048)  # who asks from now on is answered
         host, port = listener.getsockname()[:2]
-        print(f"serving {served.name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
-        # Uvicorn sends itself the signal that ended it once more, when all is done.
+        # Uvicorn listens to signals once it runs, and sends itself the one that ended it once more when all is done.
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)
-        uvicorn.Server(config).run(sockets=[listener])
+            signal.signal(number, end)
+        print(f"serving {served.name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
+        server.run(sockets=[listener])
         served.close()
     return 0
 

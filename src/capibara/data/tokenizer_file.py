@@ -296,7 +296,8 @@ class FileTokenizer:
     def _needed_template(self) -> str:
         if (template := self.template) is None:
             raise ChatTemplateError(
-                f"chat: {self._where} has no chat template. Use --prompt, or the folder of a model for conversations"
+                f"chat: {self._where} has no chat template. Give a prompt instead of messages (--prompt, "
+                "/v1/completions), or take the folder of a model for conversations"
             )
         return template
 

@@ -188,7 +188,7 @@ class Engine:
         state = model.state if state is None else state
         model = as_computed(model)
         if speculation is not None and use_cache:
-            check_speculation(speculation, model)
+            check_speculation(speculation, model, sizes.max_length)
             donate_params = donate_params and not shares_arrays(speculation, params)
         if made is not None and donate_params:
             panels = made.panels
@@ -309,7 +309,7 @@ class Engine:
         progress: Callable[[int, int], object] | None,
     ) -> None:
         def make(compile_one: Callable[[], Any]) -> None:
-            nonlocal done
+            nonlocal done, progress
             try:
                 compile_one()
             except Exception as error:
@@ -321,8 +321,13 @@ class Engine:
                 return
             self._programs_left -= 1
             done += 1
-            if progress is not None:
+            if progress is None:
+                return
+            try:
                 progress(done, total)
+            except Exception:
+                logging.getLogger(__name__).exception("the progress of compiling cannot be shown")
+                progress = None
 
         self._answered.wait(_START_S)
         # Until there is one of a row alone, each token of the first text takes as long as a part of a prompt.
@@ -568,7 +573,7 @@ class Engine:
             self._closing = True
             self._answered.set()
             self._there.notify_all()
-            while (self._running or self._waiting) and not self._failed and self._thread.is_alive():
+            while (self._running or self._waiting) and self._thread.is_alive():
                 left = end - time.monotonic()
                 if left <= 0:
                     break

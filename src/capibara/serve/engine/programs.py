@@ -82,6 +82,10 @@ class Programs:
         self._state = state
         self._leaves, self._tree = jax.tree.flatten((params, state))
         self._weights = self.weights_of(params)
+        # JAX writes programs that are packed and compared another way for arrays whose device somebody chose.
+        self._described: list[Any] | None = None
+        if make is not None and model.mesh is None:
+            self._described = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self._weights]
         self._alone = model.mesh is None and model.backend.platform == "cpu"
         self.writable, self._vocabulary = writable, model.config.model.vocab_size
         self._steps: dict[StepShape, Any] = {}
@@ -260,7 +264,7 @@ class Programs:
 
         if self._alone:
             step = by_kernels(step, shape.tokens)
-        given, written = [self._weights, cache, inputs], None
+        given, written = [self._described or self._weights, cache, inputs], None
         if self.writes_several(shape):
             step, written = several_tokens(step, self._logits(shape.rows)), Written(0, 0, 0)
         elif self.chooses(shape):

@@ -59,7 +59,7 @@ def shares_arrays(settings: Speculation, params: Any) -> bool:
     return not known.isdisjoint(map(id, jax.tree.leaves(own)))
 
 
-def check_speculation(settings: Speculation, model: Any) -> None:
+def check_speculation(settings: Speculation, model: Any, max_length: int) -> None:
     """Refuse what cannot be done.
 
     Raises:
@@ -86,10 +86,10 @@ def check_speculation(settings: Speculation, model: Any) -> None:
         )
     if "ssm" in own.block_kinds or settings.draft.mesh != model.mesh:
         raise ConfigError("speculation.draft: expected a model of attention alone, on the mesh of the other.")
-    if own.max_sequence_length < model.config.model.max_sequence_length:
+    if own.max_sequence_length < max_length:
         raise ConfigError(
-            f"speculation.draft takes {own.max_sequence_length} tokens, the model "
-            f"{model.config.model.max_sequence_length}: expected at least as many (max_length makes them fewer)."
+            f"speculation.draft takes {own.max_sequence_length} tokens, the engine {max_length}: expected at least as "
+            "many. Choose a smaller max_length, or another draft model."
         )
 
 
