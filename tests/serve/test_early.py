@@ -469,3 +469,28 @@ def test_programs_are_compiled_though_their_progress_cannot_be_shown(
             assert time.monotonic() < end
             time.sleep(0.01)
     assert [record.getMessage() for record in caplog.records] == ["the progress of compiling cannot be shown"]
+
+
+def test_a_step_that_waits_for_its_program_is_not_taken_for_one_that_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits, go = threading.Event(), threading.Event()
+    with Engine(ModularCapibaraModel(config_of()), warm=False, **SIZES) as engine:
+        compile_step = engine._programs._compiled_step
+
+        def slow(*given: Any) -> Any:
+            waits.set()
+            assert go.wait(60)
+            return compile_step(*given)
+
+        monkeypatch.setattr(engine._programs, "_compiled_step", slow)
+        stream = engine.submit(ASKED)
+        try:
+            assert waits.wait(60)
+            engine._progress_at -= 100
+            assert engine.stalled_s() < 50
+            monkeypatch.setattr("capibara.serve.engine.programs._LONGEST_COMPILATION_S", -50.0)
+            assert engine.stalled_s() >= 50
+        finally:
+            go.set()
+        assert len([token for piece in stream for token in piece.tokens]) == ASKED.max_tokens

@@ -354,7 +354,7 @@ def test_a_draft_model_of_fewer_tokens_guesses_for_an_engine_of_as_many() -> Non
     asked = Request((1, 2, 3), max_tokens=29, sampling=Sampling(temperature=0.0), ignore_eos=True)
     found = []
     for speculation in (None, Speculation(4, draft=draft)):
-        sizes = SIZES | {"max_length": 32}
+        sizes: dict[str, Any] = SIZES | {"max_length": 32}
         with Engine(model, **sizes, pages=20, speculation=speculation, warm=False) as engine:
             found.append([token for piece in engine.submit(asked) for token in piece.tokens])
             guessed = engine.statistics().guessed_tokens

@@ -237,7 +237,8 @@ class EngineProtocol(Protocol):
 
     def stalled_s(self) -> float:
         """Seconds since a step finished, while there is something to do; 0 when there is nothing. Infinite once the
-        engine's thread has ended without being asked to."""
+        engine's thread has ended without being asked to, or no more requests are taken. The time that a step waits for
+        a program to be compiled does not count, up to ten minutes."""
         ...
 
     def adapters(self) -> list[str]:

@@ -408,7 +408,9 @@ class Engine:
         # Without the lock, which a step that hangs may hold.
         if not self._running and not self._waiting:
             return 0.0
-        return max(0.0, time.monotonic() - self._progress_at)
+        # A step that waits for a program is slow, but does not hang: another process would have to compile it, too.
+        seen = max(self._progress_at, *(programs.waited_until() for programs in self._every_program()))
+        return max(0.0, time.monotonic() - seen)
 
     def adapters(self) -> list[str]:
         """Names of the adapters that are loaded."""

@@ -10,6 +10,7 @@ import contextvars
 import functools
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -47,6 +48,7 @@ __all__ = [
 
 MOST_SCORES = 20
 """The most alternatives that are given with a token."""
+_LONGEST_COMPILATION_S = 600.0
 _lowering_lock = threading.RLock()  # of a setting of the whole process
 _MEMORY_PART = 0.5  # of what is free, for pages
 
@@ -94,6 +96,8 @@ class Programs:
         self._lock = threading.Lock()
         self._making: dict[tuple[str, Any], threading.Lock] = {}
         self.compilations = 0
+        self._waits_since: float | None = None
+        self._waited_until = 0.0
 
     def weights_of(self, params: Any) -> list[Any]:
         """The parameters as programs take them."""
@@ -160,8 +164,8 @@ class Programs:
         """
         program = self._steps.get(shape)
         if program is None:
-            self._count(shape not in self._steps)
-            program = self._compiled_step(shape, cache, inputs)
+            with self._waiting(shape not in self._steps):
+                program = self._compiled_step(shape, cache, inputs)
         given = [self._weights if weights is None else weights, cache, inputs]
         if self.chooses(shape):
             given.append(TokenLoop.once(shape.sequences) if loop is None else loop)
@@ -194,9 +198,25 @@ class Programs:
         """Compile the program of such a step anew for the next one."""
         self._steps.pop(shape, None)
 
-    def _count(self, compiling: bool) -> None:
+    @contextlib.contextmanager
+    def _waiting(self, compiling: bool) -> Iterator[None]:
+        """While a step waits for a program."""
         with self._lock:
             self.compilations += compiling
+        self._waits_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waited_until = time.monotonic()
+            self._waits_since = None
+
+    def waited_until(self) -> float:
+        """When a step last stopped waiting for a program, by ``time.monotonic()``: now, if one waits.
+
+        One that has waited for ten minutes waits for nothing that comes.
+        """
+        since = self._waits_since
+        return self._waited_until if since is None else min(time.monotonic(), since + _LONGEST_COMPILATION_S)
 
     def _once(self, kind: str, table: dict[Any, Any], key: Any, compile_one: Callable[[], Any]) -> Any:
         """A program of a table; threads that want the same one wait for the first of them."""
@@ -299,8 +319,8 @@ class Programs:
         key = logits.shape[0], changes is not None, top
         program = self._choices.get(key)
         if program is None:
-            self._count(key not in self._choices)
-            program = self._compiled_choice(key)
+            with self._waiting(key not in self._choices):
+                program = self._compiled_choice(key)
         return program(logits, rows, changes)
 
     def _compiled_choice(self, key: tuple[int, bool, int]) -> Any:
@@ -329,8 +349,8 @@ class Programs:
         size = logits.shape[0]
         program = self._scores.get(size)
         if program is None:
-            self._count(size not in self._scores)
-            program = self._compiled_score(size)
+            with self._waiting(size not in self._scores):
+                program = self._compiled_score(size)
         return program(logits, targets)
 
     def _compiled_score(self, size: int) -> Any:
