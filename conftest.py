@@ -10,6 +10,7 @@ import ctypes
 import gc
 import os
 import re
+import signal
 import sys
 import tempfile
 import threading
@@ -62,6 +63,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # Tracing makes many objects that stay for a while, and JAX has work of its own at each search for garbage: together
     # an eighth of the tests' time. Each file ends with a search, and so does a test that leaves much memory.
     gc.disable()
+    # A shell lets what it starts in the background ignore interrupts, and so would the processes that tests interrupt.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # The blocks of a page need each other: with `-n` a whole file has to go to one worker.
     if getattr(config.option, "dist", "no") == "load":
         config.option.dist = "loadfile"

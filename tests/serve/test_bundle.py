@@ -125,6 +125,9 @@ def test_what_does_not_fit_is_refused_with_the_reason(
     refused("compiled from another program", model_of({"model.rope_theta": 123.0}))
     refused("is for 0 guessed tokens, asked for are 2", model, speculation=Speculation(2))
     refused("no programs with adapters", model, adapters=AdapterRoom(4))
+    with monkeypatch.context() as patch:
+        patch.setattr("capibara.serve.engine.bundle._devices", lambda model: ["another"])
+        refused("programs run on another, and an array of the model lies on .*[Cc]pu", model)
     with pytest.raises(
         PackedProgramError, match="is for a mesh of data 1 × model 2, the model has one device"
     ):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextvars
+import dataclasses
+import logging
 import math
 import threading
 import time
@@ -419,48 +421,106 @@ def test_a_start_waits_for_rows_alone_where_its_settings_do_not_hold_elsewhere(
             held.set()
 
 
+def wait_for_failure(engine: Engine) -> None:
+    end = time.monotonic() + 60
+    while not math.isinf(engine.stalled_s()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+class Refused(Engine):
+    """A program cannot be compiled beside the steps, once texts were asked for; after a first step others wait for it.
+
+    Attributes:
+      which: of the programs; ``None``: of one, and there are no others.
+    """
+
+    which: int | None
+
+    def __init__(self, **more: Any) -> None:
+        self.submitted = threading.Event()
+        super().__init__(ModularCapibaraModel(config_of()), warm="first", **SIZES | more)
+
+    def _to_compile(self) -> Any:
+        def refused() -> None:
+            assert self.submitted.wait(60)
+            raise RuntimeError("no such instruction")
+
+        first, rest = super()._to_compile()
+        if self.which is None:
+            return first, [refused]
+        return first, [*rest[: self.which], refused, *rest[self.which + 1 :]]
+
+    def _advance(self, pieces: Any) -> None:
+        super()._advance(pieces)
+        wait_for_failure(self)
+
+
 @pytest.mark.parametrize("which", [0, 1])
 def test_no_text_is_taken_once_a_program_cannot_be_compiled(
-    which: int, caplog: pytest.LogCaptureFixture
+    which: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That of rows alone, which is made after the first token of a text, or another. A text that is written goes on."""
-
-    def refused() -> None:
-        raise RuntimeError("no such instruction")
-
-    def wait_for_failure(engine: Engine) -> None:
-        end = time.monotonic() + 60
-        while not math.isinf(engine.stalled_s()):
-            assert time.monotonic() < end
-            time.sleep(0.01)
-
-    class Refused(Engine):
-        def _to_compile(self) -> Any:
-            first, rest = super()._to_compile()
-            return first, [*rest[:which], refused, *rest[which + 1 :]]
-
-        def _advance(self, pieces: Any) -> None:
-            super()._advance(pieces)
-            if which == 0:
-                wait_for_failure(self)
-
-    with Refused(ModularCapibaraModel(config_of()), warm="first", **SIZES) as engine:
-        stream = engine.submit(ASKED)
-        if which == 0:
-            wait_for_failure(engine)
-            engine.close(drain_s=60)
-        assert len([token for piece in stream for token in piece.tokens]) == ASKED.max_tokens
+    """That of rows alone, which is made after the first token of a text, or another. Plain texts go on."""
+    monkeypatch.setattr(Refused, "which", which, raising=False)
+    scored = dataclasses.replace(ASKED, logprobs=2)
+    with Refused() as engine:
+        *plain, last = engine.submit_all([ASKED, ASKED, ASKED, scored])
+        engine.submitted.set()
         wait_for_failure(engine)
+        if which == 0:
+            engine.close(drain_s=60)
+        for stream in plain:
+            assert len([token for piece in stream for token in piece.tokens]) == ASKED.max_tokens
+        (end,) = last
+        assert (end.finish, end.tokens) == ("error", ())
+        assert "a program cannot be compiled: RuntimeError: no such instruction" in str(end.error)
         with pytest.raises(EngineClosedError, match="cannot be compiled: RuntimeError: no such instruction"):
             engine.submit(ASKED)
     assert "cannot be compiled" in caplog.text
+    assert engine.statistics().pages_used == 0
+
+
+def test_texts_go_on_without_guesses_once_a_program_cannot_be_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = dataclasses.replace(ASKED, prompt=(1, 2, 3, 1, 2, 3, 1), max_tokens=30)
+    with Engine(ModularCapibaraModel(config_of()), speculation=Speculation(2), **SIZES) as engine:
+        want = [token for piece in engine.submit(asked) for token in piece.tokens]
+        assert engine.statistics().guessed_tokens > 0
+    monkeypatch.setattr(Refused, "which", None, raising=False)
+    with Refused(speculation=Speculation(2)) as engine:
+        stream = engine.submit(asked)
+        engine.submitted.set()
+        assert [token for piece in stream for token in piece.tokens] == want
+        assert engine.statistics().guessed_tokens == 0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_texts_end_though_a_failure_cannot_be_logged() -> None:
+    class Full(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise OSError("the disk is full")
+
+    class Failing(Engine):
+        def _advance(self, pieces: Any) -> None:
+            raise RuntimeError("no such device")
+
+    handler = Full()
+    logging.getLogger("capibara").addHandler(handler)
+    try:
+        with Failing(ModularCapibaraModel(config_of()), warm=False, **SIZES) as engine:
+            (end,) = engine.submit(ASKED)
+            assert str(end.error) == "a step of the engine failed: RuntimeError: no such device"
+            assert math.isinf(engine.stalled_s())
+    finally:
+        logging.getLogger("capibara").removeHandler(handler)
 
 
 def test_programs_are_compiled_though_their_progress_cannot_be_shown(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def progress(done: int, total: int) -> None:
-        if done > 2:
+        if done > 2:  # beside the steps
             raise OSError("the terminal is gone")
 
     with Engine(ModularCapibaraModel(config_of()), warm="first", progress=progress, **SIZES) as engine:
@@ -471,25 +531,46 @@ def test_programs_are_compiled_though_their_progress_cannot_be_shown(
     assert [record.getMessage() for record in caplog.records] == ["the progress of compiling cannot be shown"]
 
 
+@pytest.mark.parametrize("kind", ["step", "choice"])
 def test_a_step_that_waits_for_its_program_is_not_taken_for_one_that_hangs(
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits, go = threading.Event(), threading.Event()
+    asked = dataclasses.replace(ASKED, logprobs=None if kind == "step" else 1)
     with Engine(ModularCapibaraModel(config_of()), warm=False, **SIZES) as engine:
-        compile_step = engine._programs._compiled_step
+        compile_one, step = getattr(engine._programs, f"_compiled_{kind}"), engine._programs.step
 
         def slow(*given: Any) -> Any:
             waits.set()
             assert go.wait(60)
-            return compile_step(*given)
+            return compile_one(*given)
 
-        monkeypatch.setattr(engine._programs, "_compiled_step", slow)
-        stream = engine.submit(ASKED)
+        def hanging(*given: Any, **more: Any) -> Any:
+            waits.set()
+            assert go.wait(60)
+            return step(*given, **more)
+
+        monkeypatch.setattr(engine._programs, f"_compiled_{kind}", slow)
+        stream = engine.submit(asked)
         try:
             assert waits.wait(60)
             engine._progress_at -= 100
             assert engine.stalled_s() < 50
-            monkeypatch.setattr("capibara.serve.engine.programs._LONGEST_COMPILATION_S", -50.0)
+            with monkeypatch.context() as patch:
+                patch.setattr("capibara.serve.engine.programs._LONGEST_COMPILATION_S", -50.0)
+                assert engine.stalled_s() >= 50
+        finally:
+            go.set()
+        assert len([token for piece in stream for token in piece.tokens]) == ASKED.max_tokens
+        # What hangs later does not wait for a program.
+        waits.clear()
+        go.clear()
+        monkeypatch.setattr(engine._programs, "step", hanging)
+        stream = engine.submit(asked)
+        try:
+            assert waits.wait(60)
+            engine._progress_at -= 100
+            engine._programs._waited_until -= 100
             assert engine.stalled_s() >= 50
         finally:
             go.set()

@@ -40,7 +40,8 @@ class RequestError(ServeError, ValueError):
 
 
 class EngineClosedError(ServeError):
-    """The engine does not take requests any more: it is shutting down, or a step has failed."""
+    """The engine does not take requests any more: it is shutting down, a step has failed, or a program cannot be
+    compiled."""
 
 
 class QueueFullError(ServeError):
@@ -181,7 +182,8 @@ class EngineStatistics:
       prompt_tokens, generated_tokens, cached_prompt_tokens: totals.
       finished: totals by reason. preemptions, steps, compilations: totals; compilations after the warm-up only.
       guessed_tokens, right_guesses: of speculation, totals.
-      programs_left: how many are still to be compiled beside the steps, after a start with ``warm="first"``.
+      programs_left: how many are still to be compiled beside the steps, after a start with ``warm="first"``; it
+        stays above 0 once one of them cannot be compiled.
     """
 
     running: int
@@ -237,8 +239,8 @@ class EngineProtocol(Protocol):
 
     def stalled_s(self) -> float:
         """Seconds since a step finished, while there is something to do; 0 when there is nothing. Infinite once the
-        engine's thread has ended without being asked to, or no more requests are taken. The time that a step waits for
-        a program to be compiled does not count, up to ten minutes."""
+        engine has failed: its thread has ended without being asked to, or a program cannot be compiled. The time that a
+        step waits for a program to be compiled does not count, up to ten minutes."""
         ...
 
     def adapters(self) -> list[str]:

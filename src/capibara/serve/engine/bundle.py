@@ -115,6 +115,23 @@ class ProgramBundle:
                 f"{self.folder}: is for {self.sizes.guesses} guessed tokens, asked for are {asked.guesses}. {_REMEDY}"
             )
 
+    def check_devices(self, model: Any, arrays: Any) -> None:
+        """That a model's arrays lie where the programs run: what JAX lowers for one device says nothing of which.
+
+        Raises:
+          PackedProgramError: they do not.
+        """
+        if model.mesh is not None:
+            return
+        (device,) = _devices(model)
+        for leaf in jax.tree.leaves(arrays):
+            if isinstance(leaf, jax.Array) and leaf.devices() != {device}:
+                raise PackedProgramError(
+                    f"{self.folder}: its programs run on {device}, and an array of the model lies on "
+                    f"{', '.join(sorted(map(str, leaf.devices())))}. Put the model's arrays there (jax.device_put), or "
+                    "set jax_default_device."
+                )
+
     def maker(self, model: Any) -> Callable[[str, Any], Any]:
         """What makes programs of what JAX lowered: reads them."""
         devices = _devices(model)

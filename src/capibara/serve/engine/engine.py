@@ -20,7 +20,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Row
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import jax
 import numpy as np
@@ -103,7 +103,8 @@ class Engine:
       max_wait_s: seconds that a request may wait for its turn. One that would have to wait longer, as far as the texts
         before it tell, or longer than its own ``deadline_s``, is refused at once instead. ``None``: any time.
       warm: compile all programs now; ``"first"``: those that a plain request cannot do without now, and the others
-        beside the steps that run; ``False``: each when it is needed first.
+        beside the steps that run; ``False``: each when it is needed first. If one of the others cannot be compiled, the
+        engine takes no more requests.
       bundle: programs that were compiled before, on another machine perhaps (:func:`write_bundle`): all are read now,
         and nothing is compiled. Its sizes take the place of ``max_batch``, ``max_length``, ``page_size``, ``pages``,
         ``prefill_tokens``, ``prefill_chunks`` and ``cache_dtype``.
@@ -111,7 +112,8 @@ class Engine:
       untraced: on one CPU device, where compiled programs are kept (:func:`capibara.compilation.keep_compiled`), take
         those of earlier processes without tracing them again. A process that changes methods of the model or operations
         must not ask for it.
-      progress: called with the number of programs compiled and of all.
+      progress: called with the number of programs compiled and of all. What it raises is raised here; beside the steps
+        it is logged, and ``progress`` not called again.
 
     Raises:
       ConfigError: an argument is out of range, or the model is an encoder.
@@ -186,6 +188,8 @@ class Engine:
         settings = model.config.model
         params = _on_device(model, model.params if params is None else params)
         state = model.state if state is None else state
+        if bundle is not None:
+            bundle.check_devices(model, (params, state))
         model = as_computed(model)
         if speculation is not None and use_cache:
             check_speculation(speculation, model, sizes.max_length)
@@ -315,9 +319,8 @@ class Engine:
             except Exception as error:
                 if self._closing:
                     return
-                # Some text would need it, and all that are written then would end with it: no more are taken.
-                with self._lock:
-                    self._fail("a program cannot be compiled", error)
+                # A step that needs it would fail, and end the texts of all.
+                self._fail("a program cannot be compiled", error)
                 return
             self._programs_left -= 1
             done += 1
@@ -347,7 +350,7 @@ class Engine:
             make(compile_one)
 
     def _gives_way(self) -> bool:
-        """Wait a moment while there are requests; whether the engine goes on taking them.
+        """Wait a moment while there are requests; whether the engine still takes new ones.
 
         Tracing and steps take turns in Python: a first request should not wait for what it does not need.
         """
@@ -445,7 +448,8 @@ class Engine:
         """Queue a request; its text is read from the stream that is returned.
 
         Raises:
-          RequestError: it cannot be answered. QueueFullError: too much waits. EngineClosedError: the engine ends.
+          RequestError: it cannot be answered. QueueFullError: too much waits. EngineClosedError: the engine takes no
+            more requests: it is shutting down, a step has failed, or a program cannot be compiled.
         """
         return self.submit_all([request])[0]
 
@@ -592,7 +596,7 @@ class Engine:
                 if self._draft is not None:
                     self._draft.cache = None
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -615,14 +619,25 @@ class Engine:
                     self._advance(pieces)
                 self._progress_at = time.monotonic()
         except BaseException as error:
-            with self._there:
-                self._fail("a step of the engine failed", error)
-                self._end_all("error", self._failed)
+            self._fail("a step of the engine failed", error, every=True)
 
-    def _fail(self, what: str, error: BaseException) -> None:
-        """Take no more requests."""
-        self._failed = f"{what}: {type(error).__name__}: {error!s:.500}"
-        logging.getLogger(__name__).error("%s", self._failed)
+    def _fail(self, what: str, error: BaseException, *, every: bool = False) -> None:
+        """Take no more requests, and end the texts that cannot go on.
+
+        Args:
+          every: whether none can. Otherwise plain texts go on with the programs that there are, and what has begun.
+        """
+        message = f"{what}: {type(error).__name__}: {error!s:.500}"
+        with self._there:
+            self._failed = self._failed or message
+            if every:
+                self._end_all("error", message)
+            else:
+                waiting = [sequence for _, sequence in self._waiting if sequence.admitted is None]
+                gone = [sequence for sequence in waiting if sequence.scoring or not sequence.is_plain]
+                self._end_waiting(gone, lambda _: "error", message)
+        # Without the lock: who writes it down may take long, or fail.
+        logging.getLogger(__name__).error("%s", message)
 
     def _drop(self) -> None:
         """End what was cancelled, and what has no more time."""
@@ -630,12 +645,19 @@ class Engine:
             if sequence.cancelled or sequence.expired:
                 self._end(sequence, "cancelled" if sequence.cancelled else "length")
         gone = [s for _, s in self._waiting if s.cancelled or s.expired]
-        if gone:
-            self._waiting = [(order, s) for order, s in self._waiting if s not in gone]
-            heapq.heapify(self._waiting)
-            for sequence in gone:
-                self._waiting_tokens -= len(sequence.request.prompt)
-                self._ended(sequence, sequence.end("cancelled" if sequence.cancelled else "length"))
+        self._end_waiting(gone, lambda s: "cancelled" if s.cancelled else "length")
+
+    def _end_waiting(
+        self, gone: list[Sequence], reason: Callable[[Sequence], Any], error: str | None = None
+    ) -> None:
+        """End some of those that wait."""
+        if not gone:
+            return
+        self._waiting = [(order, s) for order, s in self._waiting if s not in gone]
+        heapq.heapify(self._waiting)
+        for sequence in gone:
+            self._waiting_tokens -= len(sequence.request.prompt)
+            self._ended(sequence, sequence.end(reason(sequence), error=error))
 
     def _plan(self) -> list[StepPiece]:
         """What the next step computes."""
@@ -821,7 +843,8 @@ class Engine:
         if pieces[0].sequence.scoring:
             self._score(pieces)
             return
-        if self._speculation is not None and all(piece.place >= 0 for piece in pieces):
+        # Once a program cannot be compiled, texts go on without guesses: it may be the one that looks at them.
+        if self._speculation is not None and not self._failed and all(piece.place >= 0 for piece in pieces):
             guesses = self._guesses([piece.sequence for piece in pieces])
             if any(guesses):
                 self._verify(pieces, guesses)

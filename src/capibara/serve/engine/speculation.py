@@ -38,7 +38,8 @@ class Speculation:
 
     Attributes:
       tokens: how many at most a text and step, 1 to 16.
-      draft: a smaller decoder of the same vocabulary, without recurrent states; ``None``: the text itself.
+      draft: a smaller decoder of the same vocabulary, without recurrent states, that takes texts of the engine's
+        ``max_length``; ``None``: the text itself.
       params, state: of the draft; by default its own.
       longest: so many last tokens, at most, are looked for earlier in the text.
     """
@@ -63,7 +64,8 @@ def check_speculation(settings: Speculation, model: Any, max_length: int) -> Non
     """Refuse what cannot be done.
 
     Raises:
-      ConfigError: a number is out of range, a model has recurrent states, or the draft another vocabulary.
+      ConfigError: a number is out of range, a model has recurrent states, or the draft has another vocabulary or takes shorter
+        texts.
     """
     for name, value, least, most in (
         ("tokens", settings.tokens, 1, 16),

@@ -151,7 +151,10 @@ def base_app(served: Served, settings: ServerSettings, figures: Callable[[], byt
 
     @app.get("/health")
     def health() -> Response:
-        """Whether steps finish: 503 if none has for five seconds although there is something to do."""
+        """Whether steps finish: 503 if none has for five seconds although there is work, or the engine failed.
+
+        Waiting for a program to be compiled does not count, up to ten minutes.
+        """
         stalled = served.stalled_s()
         if stalled <= _STALLED_S:
             return JSONResponse({"status": "ok"})
