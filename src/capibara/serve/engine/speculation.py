@@ -64,8 +64,8 @@ def check_speculation(settings: Speculation, model: Any, max_length: int) -> Non
     """Refuse what cannot be done.
 
     Raises:
-      ConfigError: a number is out of range, a model has recurrent states, or the draft has another vocabulary or takes shorter
-        texts.
+      ConfigError: a number is out of range, a model has recurrent states, or the draft has another vocabulary or takes
+        shorter texts.
     """
     for name, value, least, most in (
         ("tokens", settings.tokens, 1, 16),
