@@ -8,6 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from small_models import KINDS, SMALL
 from capibara.cli import main
 from capibara.config import ModularModelConfig
 from capibara.core import ModularCapibaraModel
+from capibara.errors import ConfigError
 
 
 def folder(path: Path) -> Path:
@@ -74,6 +77,47 @@ def test_from_a_folder_to_an_endpoint_and_to_its_end(tmp_path: Path) -> None:
         server.wait()
         if server.stdout is not None:
             server.stdout.close()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_a_drain_leaves_no_time_for_ends_as_it_is(again: bool, tmp_path: Path) -> None:
+    """Also where a second Ctrl-C ends the drain."""
+    command = [sys.executable, "-m", "capibara", "serve", str(folder(tmp_path)), "--port", "0", "--quiet"]
+    server = subprocess.Popen(
+        [*command, "--max-batch", "2", "--drain", "600" if again else "0"],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert server.stdout is not None
+        found = re.fullmatch(r"serving tiny at (http://127\.0\.0\.1:\d+)/v1\n", server.stdout.readline())
+        assert found is not None
+        url = f"{found[1]}/v1/completions"
+        body = {"prompt": "x", "max_tokens": 250, "n": 64, "temperature": 0, "ignore_eos": True}
+        with ThreadPoolExecutor(1) as pool:
+            with httpx.stream("POST", url, json=body | {"stream": True}, timeout=120) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                whole = pool.submit(httpx.post, url, json=body, timeout=120)
+                time.sleep(0.5)  # it is there
+                server.send_signal(signal.SIGINT)
+                if again:
+                    time.sleep(0.5)
+                    server.send_signal(signal.SIGINT)
+                rest = list(lines)
+            assert rest[-2:] == ["data: [DONE]", ""]
+            texts = whole.result().json()["choices"]
+        assert {one["finish_reason"] for one in texts} == {"length"}
+        assert len(texts) == 64
+        assert sum(len(one["text"]) for one in texts) < 64 * 250
+        _, errors = server.communicate(timeout=60)
+        assert "Traceback" not in errors
+        assert server.returncode == 0
+    finally:
+        server.kill()
+        server.communicate()
 
 
 @pytest.mark.thin(2)
@@ -172,6 +216,8 @@ def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
         port = str(other.getsockname()[1])
         assert main(["serve", "nowhere", "--port", port]) == 2
     assert "Choose another port" in capsys.readouterr().err
+    assert main(["serve", "nowhere", "--host", "[::1]"]) == 2
+    assert "Name an address of this machine" in capsys.readouterr().err
 
 
 def test_a_model_that_makes_vectors_is_served_as_one() -> None:
@@ -188,6 +234,9 @@ def test_a_model_that_makes_vectors_is_served_as_one() -> None:
     add_arguments(parser)
     arguments = parser.parse_args(["folder/encoder", "--max-length", "8"])
     loaded = LoadedModel(model, model.params, None, None)
+    for given in (["--timeout", "4"], ["--adapter", "a=b"], ["--load-adapters"], ["--draft-model", "c"]):
+        with pytest.raises(ConfigError, match=f"^{given[0]}: is of models that write texts"):
+            _served(parser.parse_args(["folder/encoder", *given]), loaded)
     served = _served(arguments, loaded)
     assert (served.name, served.max_length) == ("encoder", 8)
     assert "/v1/embeddings" in _application(served, ServerSettings(Keys())).openapi()["paths"]

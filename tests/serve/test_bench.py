@@ -284,6 +284,13 @@ def test_from_the_command_line(
     assert main(["bench-serve", url, "--requests", "2", "--quiet"]) == 1
     capsys.readouterr()
     assert main(["bench-serve", "http://127.0.0.1:9", "--requests", "2"]) == 2
-    assert "nothing answers there" in capsys.readouterr().err
+    assert "nothing answers there (Cannot connect" in capsys.readouterr().err
+    for given, message in (
+        (["--plot", "nowhere/x.png"], "--plot 'nowhere/x.png': there is no such folder"),
+        (["--chat"], "--chat: needs texts to ask"),
+        (["--seed", "-1"], "seed=-1: expected a number from 0"),
+    ):
+        assert main(["bench-serve", "http://127.0.0.1:9", *given]) == 2
+        assert message in capsys.readouterr().err
     assert main(["bench-serve", "127.0.0.1"]) == 2
     assert "expected http://HOST:PORT" in capsys.readouterr().err

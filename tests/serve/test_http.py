@@ -327,6 +327,7 @@ ASKED = {"messages": [{"role": "user", "content": "x"}]}
         ("completions", PROMPT | {"model": "large"}, 404, "model", "'large' does not exist"),
         ("completions", PROMPT | {"logit_bias": {"one": 1}}, 400, "logit_bias", "expected token ids"),
         ("completions", PROMPT | {"guided_regex": "("}, 400, None, "regex"),
+        ("completions", PROMPT | {"guided_grammar": 'start: start "a"'}, 400, None, "nothing can be written"),
         ("completions", b'{"prompt": "x", "temperature": NaN}', 400, None, "NaN is no number"),
         ("completions", PROMPT | {"prompt": [1, -1, *["b"] * 300]}, 400, "prompt", "got -1"),
         (
@@ -337,6 +338,13 @@ ASKED = {"messages": [{"role": "user", "content": "x"}]}
             "Infinity is no number",
         ),
         ("completions", PROMPT | {"prompt": [1] * 200, "echo": True, "n": 6}, 400, "prompt", "200 tokens"),
+        (
+            "completions",
+            PROMPT | {"stop": ["a"] * 17},
+            400,
+            "stop",
+            "stop: List should have at most 16 items",
+        ),
         ("completions", PROMPT | {"stop_token_ids": [1] * 257}, 400, "stop_token_ids", "at most 256"),
         ("completions", PROMPT | {"repetition_penalty": 1e-46}, 400, "repetition_penalty", "0.01"),
         ("completions", PROMPT | {"prompt": "x" * 6000}, 413, None, "larger than 5000 bytes"),
@@ -391,6 +399,23 @@ def test_what_cannot_be_answered_is_refused(
     error = found.json()["error"]
     assert (found.status_code, error["param"], error["code"]) == (status, param, status)
     assert message in error["message"]
+
+
+def test_a_body_that_is_not_said_to_be_json(url: str) -> None:
+    found = httpx.post(
+        f"{url}/v1/completions",
+        content=b'{"prompt": "x"}',
+        headers={"content-type": "text/plain", "authorization": f"Bearer {KEY}"},
+    )
+    assert found.status_code == 415
+    assert "Content-Type: application/json" in found.json()["error"]["message"]
+
+
+def test_models_are_looked_up(client: openai.OpenAI) -> None:
+    (one,) = client.models.list().data
+    assert client.models.retrieve(one.id) == one
+    with pytest.raises(openai.NotFoundError, match="there is no model 'a/b'"):
+        client.models.retrieve("a/b")
 
 
 def test_fields_that_are_null_are_as_if_they_were_not_there(url: str) -> None:
@@ -606,8 +631,8 @@ def test_where_nothing_more_may_wait_a_request_is_not_read(
 def test_the_description_names_every_path(url: str) -> None:
     found = httpx.get(f"{url}/openapi.json").json()
     assert set(found["paths"]) == {
-        "/health", "/metrics", "/tokenize", "/detokenize", "/v1/models", "/v1/completions", "/v1/chat/completions",
-        "/v1/responses",
+        "/health", "/metrics", "/tokenize", "/detokenize", "/v1/models", "/v1/models/{name}", "/v1/completions",
+        "/v1/chat/completions", "/v1/responses",
     }  # fmt: skip
 
 

@@ -57,8 +57,9 @@ _COMMANDS = ("launch", "profile")
 # These write large files on many threads, or wait for threads inside JAX: one that is still there when Python exits
 # aborts the process, and an exception of a handler is lost in JAX's callbacks.
 _ENDING = ("compress", "decompress", "embed", "export", "health")
-# Threads that Python does not survive or waits for on its way out: of saves that hang, and of work on devices.
-_THREADS = ("capibara-checkpoint-", "capibara-health")
+# Threads that Python does not survive or waits for on its way out: of saves that hang, of work on devices, and of
+# imports beside a start that ends early.
+_THREADS = ("capibara-checkpoint-", "capibara-health", "capibara-imports")
 
 
 class _Parser(argparse.ArgumentParser):

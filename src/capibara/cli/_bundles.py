@@ -205,12 +205,17 @@ def _compile_described(given: dict[str, Any]) -> None:
         )
     model = ModularCapibaraModel(config, mesh=mesh)
     take_tokenizer(model, tokenizer)
-    if not model.tokenizer_files and config.model.vocab_size > model.tokenizer.vocab_size:
+    if not model.tokenizer_files and not is_bytes(model):
         warn_on_stderr(
             f"{given['model']!r} has no tokenizer.json: the programs are for bytes, and do not fit where there is one"
         )
     params, state = describe_arrays(model)
     _write(given, model, params, state, str(target), target.usable_hbm_bytes)
+
+
+def is_bytes(model: Any) -> bool:
+    """Whether a model has no more token ids than its tokenizer, which is of bytes where it has no files."""
+    return model.config.model.vocab_size <= model.tokenizer.vocab_size
 
 
 def _write(

@@ -7,6 +7,7 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 HELP = """Measure an endpoint with the API of OpenAI, such as that of capibara serve: requests come at random times or
 all at once; printed are the times to the first token (TTFT), of a token (TPOT), between pieces (ITL) and of whole
@@ -61,8 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure; return the exit code."""
     from capibara.cli._json import print_json
+    from capibara.errors import ConfigError
     from capibara.serve.bench import BenchSettings, bench_serve, parse_range, plot_bench, read_prompts
 
+    if args.plot is not None and not Path(args.plot).absolute().parent.is_dir():
+        raise ConfigError(f"--plot {args.plot!r:.200}: there is no such folder. Make it first")
+    if args.chat and args.dataset is None:
+        raise ConfigError("--chat: needs texts to ask. Name a file of them with --dataset")
     requests = args.requests
     if requests is None:
         requests = 100 if args.duration is None else 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
+import errno
 import gc
 import signal
 import socket
@@ -17,10 +19,11 @@ from capibara.cli._bundles import (
     add_bundle_arguments,
     compile_bundle,
     devices_wanted,
+    is_bytes,
     say_compiled,
     serving_mesh,
 )
-from capibara.cli._models import check_archive, load_source
+from capibara.cli._models import check_archive, load_source, warn_on_stderr
 from capibara.lazy import trace_later
 
 if TYPE_CHECKING:
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
     from capibara.serve.requests import EngineProtocol
 
 _SWITCH_S = 5e-4  # by default Python has 5e-3
+_LAST_WORDS_S = 5  # for sending what was written when a drain ends
+_FORCED_S = 0.2  # likewise, after a second signal
 
 HELP = """Serve a model over HTTP, with the API of OpenAI: /v1/completions, /v1/chat/completions, /v1/responses (of a
 model that makes vectors: /v1/embeddings), /v1/models, /tokenize, /detokenize, /health and /metrics. MODEL is the folder
@@ -214,6 +219,12 @@ def _run(args: argparse.Namespace, started: Callable[[], object]) -> int:
             mesh=mesh,
             packing=None if early is None else early.packing,
         )
+        published = loaded.model.pretrained is not None
+        if published and not loaded.model.tokenizer_files and not is_bytes(loaded.model):
+            warn_on_stderr(
+                f"{args.model!r} has no tokenizer.json: texts are read and written as bytes, which are few of the "
+                f"model's {loaded.model.config.model.vocab_size} token ids"
+            )
         read.set()
         served = _served(args, loaded, bundle, early)
         del loaded  # its weights are the engine's now
@@ -236,17 +247,21 @@ def _run(args: argparse.Namespace, started: Callable[[], object]) -> int:
             app,
             log_level="warning",
             access_log=False,
-            timeout_graceful_shutdown=args.drain,
+            timeout_graceful_shutdown=args.drain + _LAST_WORDS_S,
             server_header=False,
+            lifespan="off",  # it would close what is served, which is done below
         )
-        server = uvicorn.Server(config)
+        server = _server(config, served, args.drain)
 
         def end(*_: object) -> None:
             server.should_exit = True
 
         gc.freeze()
         started()
-        listener.listen(2048)  # who asks from now on is answered
+        try:
+            listener.listen(2048)  # who asks from now on is answered
+        except OSError as error:  # another process was faster
+            raise _not_free(args.host, args.port, error) from None
         host, port = listener.getsockname()[:2]
         # Uvicorn listens to signals once it runs, and sends itself the one that ended it once more when all is done.
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -255,6 +270,28 @@ def _run(args: argparse.Namespace, started: Callable[[], object]) -> int:
         server.run(sockets=[listener])
         served.close()
     return 0
+
+
+def _server(config: Any, served: EngineProtocol | EmbeddingService, drain_s: float) -> Any:
+    """Uvicorn's server, whose answers end before it gives up waiting for them."""
+    import uvicorn
+
+    from capibara.serve.http import EmbeddingService
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            if isinstance(served, EmbeddingService):
+                await super().shutdown(sockets)
+                return
+            # What takes longer is ended by the engine, so that clients get what was written until then.
+            ending = asyncio.create_task(asyncio.to_thread(served.close, drain_s=drain_s))
+            await super().shutdown(sockets)
+            if self.force_exit:  # by a second signal
+                await asyncio.to_thread(served.close)
+                await asyncio.sleep(_FORCED_S)
+            await ending
+
+    return Server(config)
 
 
 def _on_cpu() -> bool:
@@ -348,11 +385,26 @@ def _served(
     """What answers: for a model that writes texts, or for one that makes vectors."""
     from capibara.errors import ConfigError
 
-    name = args.name or Path(args.model).absolute().name
+    # The name of a folder may have bytes that are no text.
+    name = (
+        (args.name or Path(args.model).absolute().name)
+        .encode(errors="surrogateescape")
+        .decode(errors="replace")
+    )
     waiting = {"max_waiting": args.max_waiting, "max_waiting_tokens": args.max_waiting_tokens}
     if not loaded.model.config.model.causal:
-        for option in ("bundle", "cache_dtype", "pages", "guess", "max_wait"):
-            if getattr(args, option) is not None:
+        options = (
+            "bundle",
+            "cache_dtype",
+            "pages",
+            "guess",
+            "max_wait",
+            "max_batch",
+            "timeout",
+            "draft_model",
+        )
+        for option in (*options, "adapter", "adapter_rank", "load_adapters"):
+            if getattr(args, option) not in (None, [], False):
                 raise ConfigError(
                     f"--{option.replace('_', '-')}: is of models that write texts, and {args.model!r} makes vectors. "
                     "Leave it out"
@@ -439,8 +491,6 @@ def _keys(path: str | None) -> list[str]:
 
 
 def _listen(host: str, port: int) -> Any:
-    from capibara.errors import ConfigError
-
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -451,7 +501,14 @@ def _listen(host: str, port: int) -> Any:
             listener.close()
             raise
     except OSError as error:
-        raise ConfigError(
-            f"--host {host} --port {port}: {error.strerror or error}. Choose another port, or 0 for any that is free"
-        ) from None
+        raise _not_free(host, port, error) from None
     return listener
+
+
+def _not_free(host: str, port: int, error: OSError) -> Exception:
+    from capibara.errors import ConfigError
+
+    remedy = "Choose another port, or 0 for any that is free"
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        remedy = "Name an address of this machine, such as 127.0.0.1, ::1 or 0.0.0.0"
+    return ConfigError(f"--host {host} --port {port}: {error.strerror or error}. {remedy}")

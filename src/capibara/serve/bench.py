@@ -92,6 +92,8 @@ class BenchSettings:
                 refuse(name, "a number above 0")
         if self.requests == 0 and math.isinf(self.rate) and self.concurrency is None:
             refuse("rate", "a finite number, or concurrency, where requests=0")
+        if self.seed < 0:
+            refuse("seed", "a number from 0")
         if self.concurrency is not None and self.concurrency < 1:
             refuse("concurrency", "at least 1")
         for name in ("input_tokens", "output_tokens"):
@@ -326,7 +328,7 @@ async def _require_server(aiohttp: Any, client: Any, base: str) -> None:
             await response.read()
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
         raise ConfigError(
-            f"url={base!r:.200}: nothing answers there ({error or type(error).__name__}). Start the server first"
+            f"url={base!r:.200}: nothing answers there ({str(error) or type(error).__name__}). Start the server first"
         ) from None
 
 

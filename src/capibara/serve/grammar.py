@@ -131,7 +131,11 @@ class GrammarState:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise RequestError(f"grammar: {str(self._matcher.get_error()).strip()[:500]}")
+            # After the reason come the parser's state and the grammar.
+            reason = str(self._matcher.get_error()).partition("\n<state>")[0].strip()
+            if reason == "NoExtensionBias":
+                reason = "nothing can be written that satisfies it. Does a rule need itself without end?"
+            raise RequestError(f"grammar: {reason[:500]}")
 
 
 def compile_grammar(grammar: Grammar, tokenizer: Tokenizer, vocabulary: int) -> GrammarState:

@@ -169,11 +169,24 @@ def base_app(served: Served, settings: ServerSettings, figures: Callable[[], byt
     @app.get("/v1/models")
     def models(_: Salt) -> dict[str, Any]:
         """The model that there is, and its adapters."""
+        return {"object": "list", "data": every()}
+
+    @app.get("/v1/models/{name:path}")
+    def model(name: str, _: Salt) -> dict[str, Any]:
+        """One of them."""
+        for one in every():
+            if one["id"] == name:
+                return one
+        raise ApiError(
+            404, f"there is no model {name!r:.100}; /v1/models lists those that there are", "model"
+        )
+
+    def every() -> list[dict[str, Any]]:
         one: dict[str, Any] = {"id": served.name, "object": "model", "created": begun, "owned_by": "capibara"}
         one["max_model_len"] = served.max_length
         adapters = getattr(served, "adapters", list)()
         more = [one | {"id": name, "root": name, "parent": served.name} for name in adapters]
-        return {"object": "list", "data": [one, *more]}
+        return [one, *more]
 
     @app.post("/tokenize")
     def tokenize(body: TokenizeRequest, _: Salt) -> dict[str, Any]:

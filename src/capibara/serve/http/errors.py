@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -16,6 +17,7 @@ from capibara.serve.requests import EngineClosedError, QueueFullError, ServeErro
 
 __all__ = ["ApiError", "error_body", "handle_errors"]
 
+_TYPE = re.compile(r"constrained-\w+|(list|dict)\[.*\]|str|int")  # as pydantic writes it
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -58,15 +60,20 @@ def handle_errors(app: FastAPI) -> None:
         # Of a field with several types, the one that fits best.
         every = error.errors()
         first = max(
-            (one for one in every if one["loc"][:2] == every[0]["loc"][:2]), key=lambda e: len(e["loc"])
+            (one for one in every if one["loc"][:2] == every[0]["loc"][:2]),
+            key=lambda e: (len(e["loc"]), e["type"] != "string_type"),
         )
-        place = [str(part) for part in first["loc"] if part not in ("body", "query")]
-        # A field with several types has the type that did not fit at its end.
+        # Of a field with several types, the place also names the type that did not fit.
+        place = [str(p) for p in first["loc"] if p not in ("body", "query") and not _TYPE.fullmatch(str(p))]
         name = place[0] if place else None
         if first["type"] == "extra_forbidden":
             return _answer(400, f"{name}: this server does not know it. Leave it out.", name)
         if first["type"] == "json_invalid":
             return _answer(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+        if isinstance(first.get("input"), bytes):
+            return _answer(
+                415, "the body is read as JSON only with the header Content-Type: application/json."
+            )
         given = json.dumps(_short(first.get("input")), default=str)[:80]
         where = f"{'.'.join(place)}: " if place else ""
         return _answer(400, f"{where}{first['msg']}, got {given}", name)
