@@ -98,6 +98,7 @@ def test_they_are_the_same(name: str, dtype: str, tmp_path: Path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_engine_writes_the_same_texts(dtype: str, tmp_path: Path):
+    atol = 2e-5 if dtype == "float32" else 2e-3
     folder = folder_of(tmp_path / "model", "llama", dtype)
     model = ModularCapibaraModel.from_pretrained(folder)
     with Engine(model, **SIZES) as engine:
@@ -107,13 +108,13 @@ def test_an_engine_writes_the_same_texts(dtype: str, tmp_path: Path):
         loaded = load_pretrained(ModularCapibaraModel, folder, packing=early.packing)
         assert has_panels(loaded.params)
         with Engine(loaded, early=early, donate_params=True, **SIZES) as engine:
-            same_texts(written_texts(engine, PROMPTS), expected)
+            same_texts(written_texts(engine, PROMPTS), expected, atol=atol)
             assert not engine.statistics().compilations
     # An engine without such programs takes them, too.
     with reuse_rooms():
         loaded = load_pretrained(ModularCapibaraModel, folder, packing=lambda: early.packing())
         with Engine(loaded, donate_params=True, **SIZES) as engine:
-            same_texts(written_texts(engine, PROMPTS), expected)
+            same_texts(written_texts(engine, PROMPTS), expected, atol=atol)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
