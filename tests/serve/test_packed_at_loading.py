@@ -98,23 +98,24 @@ def test_they_are_the_same(name: str, dtype: str, tmp_path: Path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_engine_writes_the_same_texts(dtype: str, tmp_path: Path):
-    atol = 2e-5 if dtype == "float32" else 2e-3
+    # In bfloat16 keys and values could round the other way where other requests share a step.
+    sizes = SIZES | {"cache_dtype": "float32"}
     folder = folder_of(tmp_path / "model", "llama", dtype)
     model = ModularCapibaraModel.from_pretrained(folder)
-    with Engine(model, **SIZES) as engine:
+    with Engine(model, **sizes) as engine:
         expected = written_texts(engine, PROMPTS)
-    early = EarlyPrograms(read_config(folder)[0], folder, **SIZES)
+    early = EarlyPrograms(read_config(folder)[0], folder, **sizes)
     with reuse_rooms():
         loaded = load_pretrained(ModularCapibaraModel, folder, packing=early.packing)
         assert has_panels(loaded.params)
-        with Engine(loaded, early=early, donate_params=True, **SIZES) as engine:
-            same_texts(written_texts(engine, PROMPTS), expected, atol=atol)
+        with Engine(loaded, early=early, donate_params=True, **sizes) as engine:
+            same_texts(written_texts(engine, PROMPTS), expected)
             assert not engine.statistics().compilations
     # An engine without such programs takes them, too.
     with reuse_rooms():
         loaded = load_pretrained(ModularCapibaraModel, folder, packing=lambda: early.packing())
-        with Engine(loaded, donate_params=True, **SIZES) as engine:
-            same_texts(written_texts(engine, PROMPTS), expected, atol=atol)
+        with Engine(loaded, donate_params=True, **sizes) as engine:
+            same_texts(written_texts(engine, PROMPTS), expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import errno
 import gc
@@ -274,6 +273,8 @@ def _run(args: argparse.Namespace, started: Callable[[], object]) -> int:
 
 def _server(config: Any, served: EngineProtocol | EmbeddingService, drain_s: float) -> Any:
     """Uvicorn's server, whose answers end before it gives up waiting for them."""
+    import asyncio
+
     import uvicorn
 
     from capibara.serve.http import EmbeddingService
