@@ -99,7 +99,7 @@ def test_they_are_the_same(name: str, dtype: str, tmp_path: Path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_engine_writes_the_same_texts(dtype: str, tmp_path: Path):
     # In bfloat16 keys and values could round the other way where other requests share a step.
-    sizes = SIZES | {"cache_dtype": "float32"}
+    sizes: dict[str, Any] = SIZES | {"cache_dtype": "float32"}
     folder = folder_of(tmp_path / "model", "llama", dtype)
     model = ModularCapibaraModel.from_pretrained(folder)
     with Engine(model, **sizes) as engine:
